@@ -1,0 +1,28 @@
+"""Exact and fast Kimi Delta Attention (KDA).
+
+>>> import flash_kda
+>>> gate = flash_kda.LowerBoundGate(A_log, dt_bias, lower_bound=-5.0)
+>>> o, state = flash_kda.kda(q, k, v, g, beta, gate=gate, output_final_state=True)
+
+Importing this package touches neither a GPU nor Triton and reads no environment variable.
+"""
+
+from flash_kda.api import kda
+from flash_kda.dispatch import BACKENDS, Explanation, explain, record_backends
+from flash_kda.types import Gate, LogGate, LowerBoundGate, Problem, SoftplusGate
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BACKENDS",
+    "Explanation",
+    "Gate",
+    "LogGate",
+    "LowerBoundGate",
+    "Problem",
+    "SoftplusGate",
+    "__version__",
+    "explain",
+    "kda",
+    "record_backends",
+]

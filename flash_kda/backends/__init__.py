@@ -1,0 +1,1 @@
+"""One module or package per backend, each with ``supports(problem)`` and ``run(inputs)``; see dispatch.Backend."""

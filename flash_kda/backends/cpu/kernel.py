@@ -1,0 +1,150 @@
+"""One call on the CPU: group after group, forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flash_kda.backends.cpu.chunk import prepare, prepare_backward, walk, walk_backward
+from flash_kda.backends.cpu.plan import Group, plan
+from flash_kda.reference.gate import activate
+from flash_kda.types import Inputs, LogGate
+
+# Token rows of a call, in the order in which gradients come back.
+ROWS = ("q", "k", "v", "g", "beta")
+
+
+def compute_dtype(inputs: Inputs) -> torch.dtype:
+    return torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
+
+
+def states_in(inputs: Inputs) -> Tensor:
+    """States before each sequence, ``[N, HV, K, V]``, a fresh contiguous tensor in the dtype of computation."""
+    N, HV, K, V = inputs.num_sequences, inputs.v.shape[2], inputs.q.shape[3], inputs.v.shape[3]
+    S = torch.zeros(N, HV, K, V, dtype=compute_dtype(inputs))
+    if inputs.initial_state is not None:
+        S.copy_(inputs.initial_state.transpose(-1, -2) if inputs.state_layout == "vk" else inputs.initial_state)
+    return S
+
+
+def states_out(S: Tensor, inputs: Inputs) -> Tensor:
+    """``[N, HV, K, V]`` into the caller's layout and dtype."""
+    S = S.transpose(-1, -2) if inputs.state_layout == "vk" else S
+    return S.to(inputs.state_dtype, memory_format=torch.contiguous_format)
+
+
+def rows_of(inputs: Inputs, group: Group) -> Inputs:
+    """The call restricted to the token rows of a group."""
+    return inputs.replace(**{name: group.take(getattr(inputs, name)) for name in ROWS})
+
+
+def activated(rows: Inputs, group: Group) -> tuple[Tensor, ...]:
+    """Activated q, k, v, g, beta of a group, token-major; a row past its sequence's end writes and decays nothing."""
+    out = activate(rows, compute_dtype(rows))
+    if (valid := group.valid) is None:
+        return out
+    return tuple(torch.where(valid.view(*valid.shape, *[1] * (x.ndim - 2)), x, 0.0) for x in out)
+
+
+def to_tiles(x: Tensor, C: int) -> Tensor:
+    """``[n, chunks * C, HV, ...]`` to ``[n * HV, chunks, C, ...]``, contiguous."""
+    x = x.unflatten(1, (-1, C))
+    return x.movedim(3, 1).flatten(0, 1).contiguous()
+
+
+def from_tiles(x: Tensor, n: int) -> Tensor:
+    """The inverse of :func:`to_tiles`, as a view."""
+    x = x.unflatten(0, (n, -1)).movedim(1, 3)
+    return x.flatten(1, 2)
+
+
+def forward_group(inputs: Inputs, group: Group, S: Tensor) -> tuple[Tensor, Tensor]:
+    """Output ``[n, tokens, HV, V]`` and next states ``[n, HV, K, V]`` of a group."""
+    rows = rows_of(inputs, group)
+    q, k, v, g, beta = (to_tiles(x, group.C) for x in activated(rows, group))
+    o, S_next = walk(S.flatten(0, 1), v, prepare(q, k, g, beta))
+    o, S_next = from_tiles(o, len(group.spans)), S_next.view_as(S)
+    spoilt = _finite_entries(S_next) < _finite_entries(S)
+    if group.C > 1 and bool(spoilt.any()):
+        # A product of matrices carries a NaN or inf to earlier rows of its chunk (0 * NaN is NaN). The sequences where
+        # one came up take this group again one token at a time, which cannot look ahead.
+        members = spoilt.nonzero().flatten().tolist()
+        single = replace(group, spans=tuple(group.spans[i] for i in members), chunks=group.tokens, C=1)
+        o[members], S_next[members] = forward_group(inputs, single, S[members])
+    return o, S_next
+
+
+def _finite_entries(S: Tensor) -> Tensor:
+    return S.isfinite().flatten(1).sum(1)
+
+
+def forward(inputs: Inputs, keep_states: bool = False) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Output in v's dtype, states after each sequence ``[N, HV, K, V]``, and the states before each group if kept."""
+    o = torch.zeros(inputs.v.shape, dtype=inputs.v.dtype)
+    S = states_in(inputs)
+    kept = []
+    for groups in plan(inputs):
+        for group in groups:
+            before = S[group.sequences]
+            if keep_states:
+                kept.append(before)
+            rows, S[group.sequences] = forward_group(inputs, group, before)
+            group.put(o, rows)
+    return o, S, kept
+
+
+def backward(inputs: Inputs, kept: list[Tensor], do: Tensor, dS: Tensor) -> dict[str, Tensor]:
+    """Gradients by name of q, k, v, g, beta, A_log, dt_bias (where the gate has them) and ``states``.
+
+    Args:
+        kept: the states before each group, from :func:`forward`.
+        do: ``[B, T, HV, V]``. dS: gradient of the final states ``[N, HV, K, V]``.
+    """
+    grads = {name: torch.zeros(getattr(inputs, name).shape, dtype=getattr(inputs, name).dtype) for name in ROWS}
+    parameters = _gate_parameters(inputs)
+    grads |= {name: torch.zeros(x.shape, dtype=torch.float64) for name, x in parameters.items()}
+    dS = dS.clone()
+    before = iter(kept)
+    for groups in plan(inputs):
+        for group, S in reversed([(group, next(before)) for group in groups]):
+            d, dS[group.sequences] = _backward_group(inputs, group, S, do, dS[group.sequences])
+            for name in ROWS:
+                group.put(grads[name], d[name])
+            for name in parameters:
+                grads[name] += d[name]
+    for name, x in parameters.items():
+        grads[name] = grads[name].to(x.dtype)
+    return grads | {"states": dS}
+
+
+def _gate_parameters(inputs: Inputs) -> dict[str, Tensor]:
+    gate = inputs.gate
+    if isinstance(gate, LogGate):
+        return {}
+    return {name: x for name, x in (("A_log", gate.A_log), ("dt_bias", gate.dt_bias)) if x is not None}
+
+
+def _backward_group(
+    inputs: Inputs, group: Group, S: Tensor, do: Tensor, dS: Tensor
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Gradients of a group's rows and of the gate's parameters, and that of the states before it."""
+    n = len(group.spans)
+    with torch.enable_grad():
+        # Autograd runs through the elementwise part only: normalisation, gate, sigmoid.
+        leaves = {name: group.take(getattr(inputs, name)).detach().requires_grad_() for name in ROWS}
+        parameters = {name: x.detach().requires_grad_() for name, x in _gate_parameters(inputs).items()}
+        gate = replace(inputs.gate, **parameters) if parameters else inputs.gate
+        outputs = activated(inputs.replace(**leaves, gate=gate), group)
+    q, k, v, g, beta = (to_tiles(x.detach(), group.C) for x in outputs)
+    do_rows = group.take(do).to(v.dtype)
+    if (valid := group.valid) is not None:
+        do_rows = torch.where(valid[..., None, None], do_rows, 0.0)
+    p = prepare(q, k, g, beta, keep=True)
+    dS0, dv, d = walk_backward(S.flatten(0, 1), v, p, to_tiles(do_rows, group.C), dS.flatten(0, 1))
+    dq, dk, dg = prepare_backward(q, k, g, p, d)
+    tiles = tuple(from_tiles(x, n) for x in (dq, dk, dv, dg, d.beta))
+    wanted = leaves | parameters
+    found = torch.autograd.grad(outputs, list(wanted.values()), tiles)
+    return dict(zip(wanted, found, strict=True)), dS0.view_as(S)

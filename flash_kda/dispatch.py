@@ -1,0 +1,118 @@
+"""Which backend runs a problem, and why each other one does not."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from torch import Tensor
+
+from flash_kda.types import Inputs, Problem
+
+
+class Backend(Protocol):
+    """What a module under ``flash_kda.backends`` offers."""
+
+    def supports(self, problem: Problem) -> str | None:
+        """None if the backend can run ``problem``, otherwise the reason why not."""
+
+    def run(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+        """Output ``[B, T, HV, V]`` and final state (None unless asked for)."""
+
+
+# In the order of preference. The reference is exact and slow: it runs only when asked for by name.
+_MODULES = {
+    "cpu": "flash_kda.backends.cpu",
+    "reference": "flash_kda.backends.reference",
+}
+BACKENDS = tuple(_MODULES)
+_ON_REQUEST = frozenset({"reference"})
+
+_record: ContextVar[list[str] | None] = ContextVar("flash_kda_backends_that_ran", default=None)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The answer of :func:`flash_kda.explain`: the backend that would run and the reasons against the others."""
+
+    problem: Problem
+    backend: str | None
+    reasons: dict[str, str]
+
+    def __str__(self) -> str:
+        head = f"{self.backend} would run" if self.backend else "no backend can run"
+        return "\n".join([f"{head} {self.problem}", *(f"  not {name}: {why}" for name, why in self.reasons.items())])
+
+
+def load(name: str) -> Backend:
+    """The backend called ``name``; its module is imported on first use."""
+    return cast(Backend, importlib.import_module(_MODULES[name]))
+
+
+def why_not(name: str, problem: Problem) -> str | None:
+    """The reason why backend ``name`` cannot run ``problem``, or None. A missing optional package is a reason."""
+    try:
+        return load(name).supports(problem)
+    except ImportError as error:
+        return f"cannot be imported ({error})"
+
+
+def explain(problem: Problem, backend: str = "auto") -> Explanation:
+    """Say which backend would run ``problem``, and why each other one would not.
+
+    Args:
+        problem: shapes, dtypes and options; see :class:`flash_kda.Problem`.
+        backend: as for :func:`flash_kda.kda`.
+    """
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"backend: got {backend!r}, expected 'auto' or one of {', '.join(map(repr, BACKENDS))}")
+    chosen: str | None = None
+    reasons: dict[str, str] = {}
+    for name in BACKENDS:
+        if backend not in ("auto", name):
+            reasons[name] = f"backend={backend!r} was asked for"
+        elif backend == "auto" and name in _ON_REQUEST:
+            reasons[name] = f"runs only when asked for with backend={name!r}"
+        elif (why := why_not(name, problem)) is not None:
+            reasons[name] = why
+        elif chosen is None:
+            chosen = name
+        else:
+            reasons[name] = f"{chosen} comes first"
+    return Explanation(problem, chosen, reasons)
+
+
+def run(inputs: Inputs, backend: str) -> tuple[Tensor, Tensor | None]:
+    """Run a checked call on the backend that :func:`explain` names.
+
+    Raises:
+        NotImplementedError: no backend fits; the message lists every reason.
+    """
+    explanation = explain(Problem.of(inputs), backend)
+    if explanation.backend is None:
+        raise NotImplementedError(str(explanation))
+    ran = _record.get()
+    if ran is not None:
+        ran.append(explanation.backend)
+    return load(explanation.backend).run(inputs)
+
+
+@contextmanager
+def record_backends() -> Iterator[list[str]]:
+    """Collect the names of the backends that run inside the block, in order.
+
+    >>> with flash_kda.record_backends() as ran:
+    ...     flash_kda.kda(...)
+    >>> ran
+    ['cpu']
+    """
+    ran: list[str] = []
+    token = _record.set(ran)
+    try:
+        yield ran
+    finally:
+        _record.reset(token)

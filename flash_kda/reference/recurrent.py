@@ -1,0 +1,63 @@
+"""The recurrence, token by token: it defines every right answer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_kda.reference.gate import activate
+from flash_kda.types import Inputs
+
+
+def spans(inputs: Inputs) -> list[tuple[int, int, int]]:
+    """(batch row, first token, one past the last token) of each sequence."""
+    B, T = inputs.q.shape[:2]
+    if inputs.cu_seqlens is None:
+        return [(b, 0, T) for b in range(B)]
+    ends = inputs.cu_seqlens.tolist()
+    return [(0, start, end) for start, end in zip(ends, ends[1:], strict=False)]
+
+
+def initial_states(inputs: Inputs, dtype: torch.dtype) -> Tensor:
+    """States before each sequence as ``[N, HV, K, V]`` in ``dtype``, whatever the caller's layout."""
+    if inputs.initial_state is None:
+        N, HV, K, V = inputs.num_sequences, inputs.v.shape[2], inputs.q.shape[3], inputs.v.shape[3]
+        return inputs.q.new_zeros(N, HV, K, V, dtype=dtype)
+    S = inputs.initial_state.to(dtype)
+    return S.transpose(-1, -2) if inputs.state_layout == "vk" else S
+
+
+def final_states(inputs: Inputs, states: list[Tensor]) -> Tensor | None:
+    """Stack the states ``[HV, K, V]`` after each sequence into the caller's layout and dtype; None if not asked for."""
+    if not inputs.output_final_state:
+        return None
+    if not states:
+        return inputs.q.new_zeros(inputs.state_shape, dtype=inputs.state_dtype)
+    S = torch.stack(states).to(inputs.state_dtype)
+    return (S.transpose(-1, -2) if inputs.state_layout == "vk" else S).contiguous()
+
+
+def kda_recurrent(inputs: Inputs, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor | None]:
+    """KDA by its definition (docs/derivation.md section 1), differentiable by autograd.
+
+    Args:
+        inputs: a checked call.
+        dtype: in which everything is computed, float64 or float32.
+
+    Returns:
+        Output ``[B, T, HV, V]`` in v's dtype and final state as :func:`flash_kda.kda` returns them.
+    """
+    q, k, v, g, beta = activate(inputs, dtype)
+    S0 = initial_states(inputs, dtype)
+    rows = [[v.new_zeros(v.shape[2:])] * v.shape[1] for _ in range(v.shape[0])]
+    states = []
+    for n, (b, start, end) in enumerate(spans(inputs)):
+        S = S0[n]
+        for t in range(start, end):
+            S = g[b, t].exp()[..., None] * S
+            delta = v[b, t] - torch.einsum("hk,hkv->hv", k[b, t], S)
+            S = S + torch.einsum("hk,hv->hkv", k[b, t], beta[b, t, :, None] * delta)
+            rows[b][t] = torch.einsum("hk,hkv->hv", q[b, t], S)
+        states.append(S)
+    o = torch.stack([torch.stack(r) for r in rows]) if v.numel() else torch.zeros_like(v)
+    return o.to(inputs.v.dtype), final_states(inputs, states)
