@@ -122,7 +122,9 @@ def check(
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     if min(H, K, HV, V) < 1:
-        raise ValueError(f"q, v: got shapes {tuple(q.shape)} and {tuple(v.shape)}, expected H, K, HV and V of 1 or more")
+        raise ValueError(
+            f"q, v: got shapes {tuple(q.shape)} and {tuple(v.shape)}, expected H, K, HV and V of 1 or more"
+        )
     if HV % H:
         raise ValueError(f"v: got HV = {HV} value heads, expected a multiple of the H = {H} heads of q and k")
     _shape("k", k, (B, T, H, K), "[B, T, H, K]")
@@ -150,7 +152,9 @@ def check(
     ):
         _flag(name, flag)
     if allow_neg_eigval and not beta_is_logit:
-        raise ValueError("allow_neg_eigval: got True with beta_is_logit=False, expected logits: it doubles their sigmoid")
+        raise ValueError(
+            "allow_neg_eigval: got True with beta_is_logit=False, expected logits: it doubles their sigmoid"
+        )
     if state_layout not in ("vk", "kv"):
         raise ValueError(f"state_layout: got {state_layout!r}, expected 'vk' or 'kv'")
     inputs = Inputs(

@@ -1,4 +1,4 @@
-"""The CPU backend as a differentiable function: inputs and one state per group are kept, the rest is recomputed."""
+"""The CPU backend as a differentiable function: inputs and one state per chunk are kept, the rest is recomputed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ChunkKDA(torch.autograd.Function):
     def forward(ctx: Any, inputs: Inputs, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         o, S, kept = forward(inputs, keep_states=True)
         ctx.inputs = inputs.replace(**dict.fromkeys(ROWS), initial_state=None)
-        ctx.state_layout_dtype = None if inputs.initial_state is None else inputs.initial_state.dtype
+        ctx.initial_state_dtype = None if inputs.initial_state is None else inputs.initial_state.dtype
         ctx.save_for_backward(*tensors[:-1], *kept)
         return o, states_out(S, inputs)
 
@@ -36,9 +36,9 @@ class ChunkKDA(torch.autograd.Function):
         dS = dS.to(torch.float64 if inputs.q.dtype == torch.float64 else torch.float32)
         grads = backward(inputs, kept, do, dS.transpose(-1, -2) if vk else dS)
         dS0 = None
-        if ctx.state_layout_dtype is not None:
+        if ctx.initial_state_dtype is not None:
             dS0 = grads["states"].transpose(-1, -2) if vk else grads["states"]
-            dS0 = dS0.to(ctx.state_layout_dtype)
+            dS0 = dS0.to(ctx.initial_state_dtype)
         return None, *(grads[name] for name in ROWS), grads.get("A_log"), grads.get("dt_bias"), dS0
 
 

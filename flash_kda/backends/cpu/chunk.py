@@ -32,7 +32,7 @@ class Join:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """What a chunk gives without the state. ``P`` is L without beta; ``decay`` is ``e^{G_C}`` ``[lanes, chunks, K]``."""
+    """What a chunk gives without the state. ``P`` is L without beta, ``decay`` is ``e^{G_C}`` ``[.., K]``."""
 
     K_plus: Tensor
     Q_plus: Tensor
@@ -94,20 +94,22 @@ def prepare(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, keep: bool = False) -
     return Prepared(K_plus, Q_plus, K_end, P, Mqk, T, beta, decay.view(*q.shape[:2], K), tuple(joins))
 
 
-def walk(S: Tensor, v: Tensor, p: Prepared) -> tuple[Tensor, Tensor]:
+def walk(S: Tensor, v: Tensor, p: Prepared) -> tuple[Tensor, list[Tensor]]:
     """Carry the state ``[lanes, K, V]`` through the chunks of v ``[lanes, chunks, C, V]``.
 
     Returns:
-        Output ``[lanes, chunks, C, V]`` and the state after the last chunk.
+        Output ``[lanes, chunks, C, V]``, and the state before each chunk and after the last.
     """
     T_beta = p.T * p.beta[..., None, :]
     o = torch.empty_like(v)
+    states = [S]
     for c in range(v.shape[1]):
         R = torch.baddbmm(v[:, c], p.K_plus[:, c], S, alpha=-1)
         U = torch.bmm(T_beta[:, c], R)
         o[:, c] = torch.bmm(p.Q_plus[:, c], S).baddbmm_(p.Mqk[:, c], U)
         S = torch.baddbmm(p.decay[:, c, :, None] * S, p.K_end[:, c].transpose(1, 2), U)
-    return o, S
+        states.append(S)
+    return o, states
 
 
 @dataclass(eq=False)
@@ -123,35 +125,34 @@ class PreparedGrad:
     log_decay: Tensor
 
 
-def walk_backward(S: Tensor, v: Tensor, p: Prepared, do: Tensor, dS: Tensor) -> tuple[Tensor, Tensor, PreparedGrad]:
+def walk_backward(
+    states: Tensor, v: Tensor, p: Prepared, do: Tensor, dS: Tensor
+) -> tuple[Tensor, Tensor, PreparedGrad]:
     """Gradient of :func:`walk` (docs/derivation.md section 5).
 
     Args:
-        S: state before the first chunk. do, dS: gradients of output and final state.
+        states: the state before each chunk, ``[lanes, chunks, K, V]``.
+        do, dS: gradients of the output and of the state after the last chunk.
 
     Returns:
         Gradients of the first state, of v, and of what the chunks prepared.
     """
     chunks = v.shape[1]
     T_beta = p.T * p.beta[..., None, :]
-    S_before, R, U = torch.empty_like(S[:, None].expand(-1, chunks, -1, -1)), torch.empty_like(v), torch.empty_like(v)
-    for c in range(chunks):
-        S_before[:, c] = S
-        R[:, c] = torch.baddbmm(v[:, c], p.K_plus[:, c], S, alpha=-1)
-        U[:, c] = torch.bmm(T_beta[:, c], R[:, c])
-        S = torch.baddbmm(p.decay[:, c, :, None] * S, p.K_end[:, c].transpose(1, 2), U[:, c])
+    R = v - p.K_plus @ states
+    U = T_beta @ R
     dU = p.Mqk.transpose(-1, -2) @ do
-    dR, dS_after = torch.empty_like(v), torch.empty_like(S_before)
+    dR, dS_after = torch.empty_like(v), torch.empty_like(states)
     for c in reversed(range(chunks)):
         dS_after[:, c] = dS
         dU[:, c] += torch.bmm(p.K_end[:, c], dS)
         dR[:, c] = torch.bmm(T_beta[:, c].transpose(1, 2), dU[:, c])
-        dS = (p.decay[:, c, :, None] * dS).baddbmm_(p.Q_plus[:, c].transpose(1, 2), do[:, c])
-        dS.baddbmm_(p.K_plus[:, c].transpose(1, 2), dR[:, c], alpha=-1)
+        dS = torch.baddbmm(p.decay[:, c, :, None] * dS, p.Q_plus[:, c].transpose(1, 2), do[:, c])
+        dS = torch.baddbmm(dS, p.K_plus[:, c].transpose(1, 2), dR[:, c], alpha=-1)
     # R before its solve: W = T^T dU gives dR = beta W and dL = -W U^T below the diagonal.
     W = p.T.transpose(-1, -2) @ dU
     dL = (W @ U.transpose(-1, -2)).tril_(-1).neg_()
-    S_T = S_before.transpose(-1, -2)
+    S_T = states.transpose(-1, -2)
     grads = PreparedGrad(
         K_plus=(dR @ S_T).neg_(),
         Q_plus=do @ S_T,
@@ -159,7 +160,7 @@ def walk_backward(S: Tensor, v: Tensor, p: Prepared, do: Tensor, dS: Tensor) -> 
         P=dL * p.beta[..., None],
         Mqk=(do @ U.transpose(-1, -2)).tril_(),
         beta=(W * R).sum(-1) + (dL * p.P).sum(-1),
-        log_decay=(S_before * dS_after).sum(-1) * p.decay,
+        log_decay=torch.einsum("lckv,lckv->lck", states, dS_after) * p.decay,
     )
     return dS, dR, grads
 
@@ -179,12 +180,13 @@ def prepare_backward(q: Tensor, k: Tensor, g: Tensor, p: Prepared, d: PreparedGr
         dK_late.mul_(early)
         dQ_late.mul_(early)
         dK_early.mul_(late)
-        dlog_early = dlog + (dK_late * j.K_late).sum(1) + (dQ_late * j.Q_late).sum(1)
+        dlog_early = dlog + (dK_late * j.K_late).addcmul_(dQ_late, j.Q_late).sum(1)
         dlog_late = dlog + (dK_early * j.K_early).sum(1)
         dP, dM = (_across(x, j.h).reshape(-1, j.h, j.h) for x in (d.P, d.Mqk))
-        dK_early.baddbmm_(dP.transpose(1, 2), j.K_late).baddbmm_(dM.transpose(1, 2), j.Q_late)
-        dK_late.baddbmm_(dP, j.K_early)
-        dQ_late.baddbmm_(dM, j.K_early)
+        # Added after the product: baddbmm_ into a strided view would run block by block.
+        dK_early.add_(torch.bmm(dP.transpose(1, 2), j.K_late).baddbmm_(dM.transpose(1, 2), j.Q_late))
+        dK_late.add_(torch.bmm(dP, j.K_early))
+        dQ_late.add_(torch.bmm(dM, j.K_early))
         dlog = torch.stack([dlog_early, dlog_late], 1).view(-1, K)
     a = g.exp()
     dM_diag = d.Mqk.diagonal(dim1=-2, dim2=-1)[..., None]

@@ -60,11 +60,11 @@ def from_tiles(x: Tensor, n: int) -> Tensor:
     return x.flatten(1, 2)
 
 
-def forward_group(inputs: Inputs, group: Group, S: Tensor) -> tuple[Tensor, Tensor]:
-    """Output ``[n, tokens, HV, V]`` and next states ``[n, HV, K, V]`` of a group."""
+def forward_group(inputs: Inputs, group: Group, S: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Output ``[n, tokens, HV, V]``, next states ``[n, HV, K, V]``, and each chunk's first state ``[n * HV, K, V]``."""
     rows = rows_of(inputs, group)
     q, k, v, g, beta = (to_tiles(x, group.C) for x in activated(rows, group))
-    o, S_next = walk(S.flatten(0, 1), v, prepare(q, k, g, beta))
+    o, (*before, S_next) = walk(S.flatten(0, 1), v, prepare(q, k, g, beta))
     o, S_next = from_tiles(o, len(group.spans)), S_next.view_as(S)
     spoilt = _finite_entries(S_next) < _finite_entries(S)
     if group.C > 1 and bool(spoilt.any()):
@@ -72,8 +72,14 @@ def forward_group(inputs: Inputs, group: Group, S: Tensor) -> tuple[Tensor, Tens
         # one came up take this group again one token at a time, which cannot look ahead.
         members = spoilt.nonzero().flatten().tolist()
         single = replace(group, spans=tuple(group.spans[i] for i in members), chunks=group.tokens, C=1)
-        o[members], S_next[members] = forward_group(inputs, single, S[members])
-    return o, S_next
+        o[members], S_next[members], _ = forward_group(inputs, single, S[members])
+    return o, S_next, before
+
+
+def rows_like(x: Tensor, inputs: Inputs) -> Tensor:
+    """A dense buffer for what the groups put; rows that no sequence holds are zero."""
+    covered = inputs.cu_seqlens is None
+    return torch.empty(x.shape, dtype=x.dtype) if covered else torch.zeros(x.shape, dtype=x.dtype)
 
 
 def _finite_entries(S: Tensor) -> Tensor:
@@ -81,16 +87,18 @@ def _finite_entries(S: Tensor) -> Tensor:
 
 
 def forward(inputs: Inputs, keep_states: bool = False) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Output in v's dtype, states after each sequence ``[N, HV, K, V]``, and the states before each group if kept."""
-    o = torch.zeros(inputs.v.shape, dtype=inputs.v.dtype)
+    """Output in v's dtype, states after each sequence ``[N, HV, K, V]``, and those before each group's chunks if kept.
+
+    What is kept is one state per chunk: a tensor ``[n * HV, chunks, K, V]`` for each group.
+    """
+    o = rows_like(inputs.v, inputs)
     S = states_in(inputs)
     kept = []
     for groups in plan(inputs):
         for group in groups:
-            before = S[group.sequences]
+            rows, S[group.sequences], before = forward_group(inputs, group, S[group.sequences])
             if keep_states:
-                kept.append(before)
-            rows, S[group.sequences] = forward_group(inputs, group, before)
+                kept.append(torch.stack(before, 1))
             group.put(o, rows)
     return o, S, kept
 
@@ -99,17 +107,17 @@ def backward(inputs: Inputs, kept: list[Tensor], do: Tensor, dS: Tensor) -> dict
     """Gradients by name of q, k, v, g, beta, A_log, dt_bias (where the gate has them) and ``states``.
 
     Args:
-        kept: the states before each group, from :func:`forward`.
+        kept: the states before the chunks of each group, from :func:`forward`.
         do: ``[B, T, HV, V]``. dS: gradient of the final states ``[N, HV, K, V]``.
     """
-    grads = {name: torch.zeros(getattr(inputs, name).shape, dtype=getattr(inputs, name).dtype) for name in ROWS}
+    grads = {name: rows_like(getattr(inputs, name), inputs) for name in ROWS}
     parameters = _gate_parameters(inputs)
     grads |= {name: torch.zeros(x.shape, dtype=torch.float64) for name, x in parameters.items()}
     dS = dS.clone()
     before = iter(kept)
     for groups in plan(inputs):
-        for group, S in reversed([(group, next(before)) for group in groups]):
-            d, dS[group.sequences] = _backward_group(inputs, group, S, do, dS[group.sequences])
+        for group, states in reversed([(group, next(before)) for group in groups]):
+            d, dS[group.sequences] = _backward_group(inputs, group, states, do, dS[group.sequences])
             for name in ROWS:
                 group.put(grads[name], d[name])
             for name in parameters:
@@ -127,7 +135,7 @@ def _gate_parameters(inputs: Inputs) -> dict[str, Tensor]:
 
 
 def _backward_group(
-    inputs: Inputs, group: Group, S: Tensor, do: Tensor, dS: Tensor
+    inputs: Inputs, group: Group, states: Tensor, do: Tensor, dS: Tensor
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Gradients of a group's rows and of the gate's parameters, and that of the states before it."""
     n = len(group.spans)
@@ -135,16 +143,16 @@ def _backward_group(
         # Autograd runs through the elementwise part only: normalisation, gate, sigmoid.
         leaves = {name: group.take(getattr(inputs, name)).detach().requires_grad_() for name in ROWS}
         parameters = {name: x.detach().requires_grad_() for name, x in _gate_parameters(inputs).items()}
-        gate = replace(inputs.gate, **parameters) if parameters else inputs.gate
+        gate = inputs.gate if isinstance(inputs.gate, LogGate) else replace(inputs.gate, **parameters)
         outputs = activated(inputs.replace(**leaves, gate=gate), group)
     q, k, v, g, beta = (to_tiles(x.detach(), group.C) for x in outputs)
     do_rows = group.take(do).to(v.dtype)
     if (valid := group.valid) is not None:
         do_rows = torch.where(valid[..., None, None], do_rows, 0.0)
     p = prepare(q, k, g, beta, keep=True)
-    dS0, dv, d = walk_backward(S.flatten(0, 1), v, p, to_tiles(do_rows, group.C), dS.flatten(0, 1))
+    dS0, dv, d = walk_backward(states, v, p, to_tiles(do_rows, group.C), dS.flatten(0, 1))
     dq, dk, dg = prepare_backward(q, k, g, p, d)
     tiles = tuple(from_tiles(x, n) for x in (dq, dk, dv, dg, d.beta))
     wanted = leaves | parameters
     found = torch.autograd.grad(outputs, list(wanted.values()), tiles)
-    return dict(zip(wanted, found, strict=True)), dS0.view_as(S)
+    return dict(zip(wanted, found, strict=True)), dS0.view_as(dS)

@@ -64,9 +64,7 @@ class Group:
     @cached_property
     def _whole_batch(self) -> bool:
         """Whether the rows are the same full slice of every batch row, in order: then no gather is needed."""
-        return all(
-            s.row == i and s.start == 0 and s.end >= self.offset + self.tokens for i, s in enumerate(self.spans)
-        )
+        return all(s.row == i and s.start == 0 and s.end >= self.offset + self.tokens for i, s in enumerate(self.spans))
 
     @cached_property
     def _rows(self) -> tuple[Tensor, Tensor, Tensor]:
