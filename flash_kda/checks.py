@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -88,7 +89,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, B: int, T: int, device: torch.device) -
     values = cu_seqlens.tolist()
     if values[0] != 0:
         raise ValueError(f"cu_seqlens: got first entry {values[0]}, expected 0")
-    for i, (a, b) in enumerate(zip(values, values[1:], strict=False)):
+    for i, (a, b) in enumerate(pairwise(values)):
         if b < a:
             raise ValueError(f"cu_seqlens: got {b} after {a} at index {i + 1}, expected non-decreasing entries")
     if values[-1] > T:

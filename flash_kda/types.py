@@ -18,7 +18,7 @@ GateKind: TypeAlias = Literal["lower_bound", "softplus", "log"]
 
 @dataclass(frozen=True, eq=False)
 class LowerBoundGate:
-    """``g = lower_bound * sigmoid(exp(A_log[h]) * (raw + dt_bias[h, c]))``, so every log decay lies in [lower_bound, 0].
+    """``g = lower_bound * sigmoid(exp(A_log[h]) * (raw + dt_bias[h, c]))``, in [lower_bound, 0].
 
     Args:
         A_log: ``[HV]`` float32, log of the amplitude per value head; None means unit amplitude.

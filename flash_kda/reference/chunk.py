@@ -93,8 +93,8 @@ def kda_chunk(
         S = S0[n]
         for start in range(first, end, chunk_size):
             rows = slice(start, min(start + chunk_size, end))
-            head_major = (x[b, rows].transpose(0, 1) for x in (q, k, v, g, beta))
-            c = chunk_matrices(*head_major, S, sequence=n, start=start)
+            q_, k_, v_, g_, beta_ = (x[b, rows].transpose(0, 1) for x in (q, k, v, g, beta))
+            c = chunk_matrices(q_, k_, v_, g_, beta_, S, sequence=n, start=start)
             o = (c.Q_plus @ S + c.Mqk @ c.U).transpose(0, 1)
             S = c.G[:, -1].exp()[..., None] * S + c.K_end.transpose(-1, -2) @ c.U
             outputs[b][rows] = list(o.split(1))

@@ -17,7 +17,7 @@ def l2norm(x: Tensor) -> Tensor:
 
 
 def decay(g: Tensor, gate: Gate) -> Tensor:
-    """Natural-log decay ``[..., HV, K]`` of raw gates ``[..., HV, K]``, in g's dtype. Equations: see the gate classes."""
+    """Natural-log decay of raw gates ``[..., HV, K]``, in g's dtype. The equations stand in the gate classes."""
     if not isinstance(gate, LowerBoundGate | SoftplusGate):
         return g
     x = g if gate.dt_bias is None else g + gate.dt_bias.to(g.dtype).reshape(g.shape[-2:])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ def spans(inputs: Inputs) -> list[tuple[int, int, int]]:
     if inputs.cu_seqlens is None:
         return [(b, 0, T) for b in range(B)]
     ends = inputs.cu_seqlens.tolist()
-    return [(0, start, end) for start, end in zip(ends, ends[1:], strict=False)]
+    return [(0, start, end) for start, end in pairwise(ends)]
 
 
 def initial_states(inputs: Inputs, dtype: torch.dtype) -> Tensor:

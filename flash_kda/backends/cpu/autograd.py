@@ -25,7 +25,7 @@ class ChunkKDA(torch.autograd.Function):
         return o, states_out(S, inputs)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]  # torch does not type it
+    @once_differentiable
     def backward(ctx: Any, do: Tensor, dS: Tensor) -> tuple[Tensor | None, ...]:
         *rows, A_log, dt_bias = ctx.saved_tensors[:7]
         inputs: Inputs = ctx.inputs.replace(**dict(zip(ROWS, rows, strict=True)))
@@ -46,7 +46,5 @@ def run_with_grad(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Output and final states in the caller's layout, on the tape."""
     gate = inputs.gate
     A_log, dt_bias = (None, None) if isinstance(gate, LogGate) else (gate.A_log, gate.dt_bias)
-    o, S = ChunkKDA.apply(  # type: ignore[no-untyped-call]  # torch does not type apply
-        inputs, *(getattr(inputs, name) for name in ROWS), A_log, dt_bias, inputs.initial_state
-    )
+    o, S = ChunkKDA.apply(inputs, *(getattr(inputs, name) for name in ROWS), A_log, dt_bias, inputs.initial_state)
     return o, S
