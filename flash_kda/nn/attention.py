@@ -227,4 +227,7 @@ class KimiDeltaAttention(nn.Module):
             # A NaN in a padding row passes the output gate; it ends here.
             inside = torch.arange(x.shape[1], device=x.device) < cu_seqlens[-1]
             y = torch.where(inside[:, None], y, 0.0)
-        return y, LayerCache(state, *conv) if return_cache else None
+        if state is None:
+            return y, None
+        # The next call takes a state whose last dimension is dense, whatever layout the backend computed in.
+        return y, LayerCache(state.contiguous(), *conv)

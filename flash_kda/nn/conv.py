@@ -81,7 +81,7 @@ class ShortConvolution(nn.Module):
     def _packed(self, x: Tensor, before: Tensor, cu_seqlens: Tensor) -> tuple[list[Tensor], Tensor]:
         """For each tap the rows it multiplies ``[1, T, D]``, and the states after; no value is read on the host."""
         T, W, N = x.shape[1], self.width, before.shape[0]
-        rows = torch.cat([before.reshape(N * (W - 1), -1), x[0]])
+        rows = torch.cat([before.flatten(0, 1), x[0]])
         starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
 
         def locate(sequence: Tensor, offset: Tensor) -> Tensor:
