@@ -143,7 +143,9 @@ def _backward_group(
         # Autograd runs through the elementwise part only: normalisation, gate, sigmoid.
         leaves = {name: group.take(getattr(inputs, name)).detach().requires_grad_() for name in ROWS}
         parameters = {name: x.detach().requires_grad_() for name, x in _gate_parameters(inputs).items()}
-        gate = inputs.gate if isinstance(inputs.gate, LogGate) else replace(inputs.gate, **parameters)
+        gate = inputs.gate
+        if not isinstance(gate, LogGate):
+            gate = replace(gate, A_log=parameters.get("A_log"), dt_bias=parameters.get("dt_bias"))
         outputs = activated(inputs.replace(**leaves, gate=gate), group)
     q, k, v, g, beta = (to_tiles(x.detach(), group.C) for x in outputs)
     do_rows = group.take(do).to(v.dtype)
