@@ -1,0 +1,103 @@
+"""Errors judged per head and per block of rows, and what is worst said in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from cases import Call, spans_of
+from torch import Tensor
+
+BLOCK = 16
+# A block much quieter than its head is measured against this part of the head's size.
+QUIET = 1e-2
+
+
+def worst(got: Tensor, expected: Tensor) -> str:
+    """Where two tensors differ most, with both values."""
+    difference = (got.double() - expected.double()).abs().nan_to_num(nan=torch.inf)
+    i = tuple(int(x) for x in torch.unravel_index(difference.argmax(), difference.shape))
+    return f"worst at {i}: got {got[i].item():.9g}, expected {expected[i].item():.9g}"
+
+
+def rms(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    return x.square().mean(dims).sqrt()
+
+
+def _ratio(got: Tensor, expected: Tensor) -> tuple[float, float]:
+    """Largest RMSE ratio of the blocks of 16 rows of ``[rows, columns]``, and the ratio of the whole."""
+    whole = rms(expected, (0, 1))
+    error = got - expected
+    blocks = [
+        float(rms(e, (0, 1)) / torch.maximum(rms(x, (0, 1)), QUIET * whole).clamp(min=1e-300))
+        for e, x in zip(error.split(BLOCK), expected.split(BLOCK), strict=True)
+    ]
+    return max(blocks), float(rms(error, (0, 1)) / whole.clamp(min=1e-300))
+
+
+def assert_close(
+    got: Tensor, expected: Tensor, tolerance: float, label: str, *, rounding_of: torch.dtype | None = None
+) -> None:
+    """Compare ``[rows, heads, columns]`` per head, whole and in blocks of 16 rows.
+
+    Args:
+        expected: float64.
+        tolerance: allowed RMSE ratio, besides what rounding ``expected`` to ``rounding_of`` (default: got's dtype)
+            costs by itself in the same block.
+    """
+    assert got.shape == expected.shape, f"{label}: got shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
+    if not expected.numel():
+        return
+    baseline = expected.to(rounding_of or got.dtype).double()
+    got, expected = got.detach().cpu(), expected.detach().cpu()
+    assert torch.equal(got.isfinite(), expected.isfinite()), f"{label}: not finite; {worst(got, expected)}"
+    values, expected = got.double(), expected.double()
+    finite = expected.isfinite()
+    values, expected, baseline = (torch.where(finite, x, 0.0) for x in (values, expected, baseline.cpu()))
+    for head in range(expected.shape[1]):
+        x = expected[:, head]
+        for kind, error, rounding in zip(
+            ("a block", "the whole"), _ratio(values[:, head], x), _ratio(baseline[:, head], x), strict=True
+        ):
+            allowed = tolerance + 1.05 * rounding
+            assert error <= allowed, (
+                f"{label}, head {head}: RMSE ratio of {kind} {error:.3g}, allowed {allowed:.3g}; {worst(got, expected)}"
+            )
+
+
+def assert_outputs(
+    got: Tensor, expected: Tensor, call: Call, tolerance: float, label: str = "o", **options: Any
+) -> None:
+    """Compare ``[B, T, HV, ...]`` sequence by sequence; rows that belong to none must be zero."""
+    assert got.shape == expected.shape, f"{label}: got shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
+    if got.ndim == 3:
+        got, expected = got[..., None], expected[..., None]
+    spans = spans_of(call)
+    for n, (b, first, end) in enumerate(spans):
+        rows = slice(first, end)
+        assert_close(got[b, rows], expected[b, rows], tolerance, f"{label} of sequence {n}", **options)
+    if call.get("cu_seqlens") is not None:
+        end = spans[-1][2] if spans else 0
+        assert not got[0, end:].count_nonzero(), f"{label}: rows past the last sequence are not zero"
+
+
+def assert_states(got: Tensor, expected: Tensor, tolerance: float, label: str = "state", **options: Any) -> None:
+    """Compare ``[N, HV, rows, columns]`` sequence by sequence and head by head."""
+    assert got.shape == expected.shape, f"{label}: got shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
+    for n, (x, y) in enumerate(zip(got, expected, strict=True)):
+        assert_close(x.transpose(0, 1), y.transpose(0, 1), tolerance, f"{label} {n}", **options)
+
+
+def bits(x: Tensor) -> Tensor:
+    """The tensor as integers, so that equality means equal bits (NaN equals itself, -0 is not 0)."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.detach().contiguous().view(kinds[x.element_size()])
+
+
+def assert_same_bits(got: Tensor | None, expected: Tensor | None, label: str) -> None:
+    if got is None or expected is None:
+        assert got is expected, f"{label}: one of the two is None"
+        return
+    assert got.dtype == expected.dtype, f"{label}: got {got.dtype}, expected {expected.dtype}"
+    assert got.shape == expected.shape, f"{label}: got shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
+    assert torch.equal(bits(got), bits(expected)), f"{label}: bits differ; {worst(got, expected)}"
