@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from cases import Call, spans_of
 from torch import Tensor
@@ -36,56 +34,63 @@ def _ratio(got: Tensor, expected: Tensor) -> tuple[float, float]:
 
 
 def assert_close(
-    got: Tensor, expected: Tensor, tolerance: float, label: str, *, rounding_of: torch.dtype | None = None
+    got: Tensor, expected: Tensor, tolerance: float, label: str, *, baseline: Tensor | None = None
 ) -> None:
     """Compare ``[rows, heads, columns]`` per head, whole and in blocks of 16 rows.
 
     Args:
         expected: float64.
-        tolerance: allowed RMSE ratio, besides what rounding ``expected`` to ``rounding_of`` (default: got's dtype)
-            costs by itself in the same block.
+        tolerance: allowed RMSE ratio, besides what rounding ``expected`` to got's dtype costs by itself in the block.
+        baseline: a computation in the same precision; twice its error is allowed.
     """
     assert got.shape == expected.shape, f"{label}: got shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
     if not expected.numel():
         return
-    baseline = expected.to(rounding_of or got.dtype).double()
     got, expected = got.detach().cpu(), expected.detach().cpu()
+    rounded = expected.to(got.dtype)
+    baseline = expected if baseline is None else baseline.detach().cpu()
     assert torch.equal(got.isfinite(), expected.isfinite()), f"{label}: not finite; {worst(got, expected)}"
     values, expected = got.double(), expected.double()
     finite = expected.isfinite()
-    values, expected, baseline = (torch.where(finite, x, 0.0) for x in (values, expected, baseline.cpu()))
+    values, expected, rounded, baseline = (
+        torch.where(finite, x.double(), 0.0) for x in (values, expected, rounded, baseline)
+    )
     for head in range(expected.shape[1]):
         x = expected[:, head]
-        for kind, error, rounding in zip(
-            ("a block", "the whole"), _ratio(values[:, head], x), _ratio(baseline[:, head], x), strict=True
-        ):
-            allowed = tolerance + 1.05 * rounding
+        errors = (_ratio(y[:, head], x) for y in (values, rounded, baseline))
+        for kind, error, rounding, same in zip(("a block", "the whole"), *errors, strict=True):
+            allowed = max(tolerance, 2 * same) + 1.05 * rounding
             assert error <= allowed, (
                 f"{label}, head {head}: RMSE ratio of {kind} {error:.3g}, allowed {allowed:.3g}; {worst(got, expected)}"
             )
 
 
 def assert_outputs(
-    got: Tensor, expected: Tensor, call: Call, tolerance: float, label: str = "o", **options: Any
+    got: Tensor, expected: Tensor, call: Call, tolerance: float, label: str = "o", *, baseline: Tensor | None = None
 ) -> None:
     """Compare ``[B, T, HV, ...]`` sequence by sequence; rows that belong to none must be zero."""
     assert got.shape == expected.shape, f"{label}: got shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
     if got.ndim == 3:
         got, expected = got[..., None], expected[..., None]
+        baseline = None if baseline is None else baseline[..., None]
     spans = spans_of(call)
     for n, (b, first, end) in enumerate(spans):
         rows = slice(first, end)
-        assert_close(got[b, rows], expected[b, rows], tolerance, f"{label} of sequence {n}", **options)
+        same = None if baseline is None else baseline[b, rows]
+        assert_close(got[b, rows], expected[b, rows], tolerance, f"{label} of sequence {n}", baseline=same)
     if call.get("cu_seqlens") is not None:
         end = spans[-1][2] if spans else 0
         assert not got[0, end:].count_nonzero(), f"{label}: rows past the last sequence are not zero"
 
 
-def assert_states(got: Tensor, expected: Tensor, tolerance: float, label: str = "state", **options: Any) -> None:
+def assert_states(
+    got: Tensor, expected: Tensor, tolerance: float, label: str = "state", *, baseline: Tensor | None = None
+) -> None:
     """Compare ``[N, HV, rows, columns]`` sequence by sequence and head by head."""
     assert got.shape == expected.shape, f"{label}: got shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
     for n, (x, y) in enumerate(zip(got, expected, strict=True)):
-        assert_close(x.transpose(0, 1), y.transpose(0, 1), tolerance, f"{label} {n}", **options)
+        same = None if baseline is None else baseline[n].transpose(0, 1)
+        assert_close(x.transpose(0, 1), y.transpose(0, 1), tolerance, f"{label} {n}", baseline=same)
 
 
 def bits(x: Tensor) -> Tensor:
