@@ -18,7 +18,7 @@ from flash_kda.types import LowerBoundGate, SoftplusGate
 # whole chunk of it comes to a few 1e-7; a matrix product that had dropped to bfloat16 or TF32 would show 1e-3.
 OPERATOR_LIMIT = 5e-6
 # Logits pass through all layers, and norms and gates amplify what the layers before them rounded.
-LOGITS_LIMIT = 5e-5
+LOGITS_LIMIT = 2e-5
 BLOCK = 64
 
 

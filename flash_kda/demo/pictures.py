@@ -80,8 +80,8 @@ def loss_curve(history: History, baselines: dict[str, float], final: float) -> F
 
 def _labels(text: bytes) -> list[str]:
     """One visible character per byte."""
-    marks = {0x20: "␣", 0x0A: "↵", 0x09: "→", 0x0D: "↵"}
-    return [marks.get(b, chr(b) if 0x20 < b < 0x7F else "·") for b in text]
+    marks = {0x20: "·", 0x0A: "↵", 0x09: "→", 0x0D: "↵"}
+    return [marks.get(b, chr(b) if 0x20 < b < 0x7F else "▪") for b in text]
 
 
 def _matrix(figure: Figure, ax: Axes, x: Tensor, title: str, note: str, scale: float, labels: list[str]) -> None:
@@ -144,15 +144,20 @@ def error_histogram(errors: dict[str, Tensor], values: Tensor) -> Figure:
         x = x.abs().flatten()
         return list(x[x > 0].log10().tolist())
 
-    low, high = -13.0, 2.0
-    edges = torch.linspace(low, high, 121).tolist()
-    ax.hist(log10(values), bins=edges, color=GRID, label="the outputs themselves")
+    def edges(found: list[float]) -> list[float]:
+        """Eighths of a decade around what was found: a histogram that ends where its values end."""
+        low, high = math.floor(8 * min(found)), math.floor(8 * max(found)) + 1
+        return [i / 8 for i in range(low, high + 1)]
+
+    if shown := log10(values):
+        ax.hist(shown, bins=edges(shown), color="#cfd6de", label="the outputs themselves")
     for (way, e), colour in zip(errors.items(), (BLUE, ORANGE, GREEN), strict=False):
         found = log10(e)
         if found:
-            ax.hist(found, bins=edges, histtype="step", color=colour, linewidth=1.8, label=f"error, {way}")
-    ticks = range(int(low) + 1, int(high), 2)
-    ax.set_xticks(list(ticks), [f"1e{t}" for t in ticks])
+            ax.hist(found, bins=edges(found), histtype="step", color=colour, linewidth=1.8, label=f"error, {way}")
+    low, high = -13, 2
+    ax.set_xlim(low, high)
+    ax.set_xticks(list(range(low + 1, high, 2)), [f"1e{t}" for t in range(low + 1, high, 2)])
     _dress(ax, "Float32 against the float64 recurrence, on real activations", "absolute value", "entries")
     ax.legend(frameon=False, fontsize=9, labelcolor=INK, loc="upper left")
     return figure

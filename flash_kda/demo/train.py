@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -66,17 +66,24 @@ def threads(n: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def bits_of(model: ByteLM, text: bytes) -> Tensor:
-    """Bits ``[len(text)]`` that the model needs for each byte of a text that starts as if after a line end."""
-    x = data.as_tensor(data.START + text)[None]
+def bits_of(model: ByteLM, texts: Sequence[bytes]) -> Tensor:
+    """Bits ``[texts, length]`` that the model needs for each byte of texts of one length, each read from its start."""
+    x = torch.stack([data.as_tensor(data.START + text) for text in texts])
     with torch.no_grad():
         logits, _ = model(x[:, :-1])
-    return F.cross_entropy(logits[0].double(), x[0, 1:], reduction="none") / math.log(2)
+    return F.cross_entropy(logits.double().transpose(1, 2), x[:, 1:], reduction="none") / math.log(2)
 
 
-def bits_per_byte(model: ByteLM, texts: tuple[bytes, ...]) -> float:
-    """Mean bits per byte over all bytes of the texts, each read as one sequence from its start."""
-    return sum(float(bits_of(model, text).sum()) for text in texts) / sum(map(len, texts))
+def bits_per_byte(model: ByteLM, texts: Sequence[bytes], together: int = 4) -> float:
+    """Mean bits per byte over all bytes of the texts, each one sequence; ``together`` of equal length make a batch."""
+    by_length: dict[int, list[bytes]] = {}
+    for text in texts:
+        by_length.setdefault(len(text), []).append(text)
+    total = 0.0
+    for same in by_length.values():
+        for i in range(0, len(same), together):
+            total += float(bits_of(model, same[i : i + together]).sum())
+    return total / sum(map(len, texts))
 
 
 def optimiser(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
@@ -98,21 +105,31 @@ def _loss(model: ByteLM, x: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
 
 
-def faster_thread_count(model: ByteLM, config: TrainConfig) -> int:
-    """One thread or all of torch's: on a busy machine threads that wait for one another can be slower than one."""
-    most = torch.get_num_threads()
-    if most == 1:
-        return 1
-    x = torch.zeros(config.batch, config.length + 1, dtype=torch.int64)
-    taken = {}
-    for n in (1, most):
-        with threads(n):
-            torch.autograd.backward(_loss(model, x))
-            start = time.perf_counter()
-            torch.autograd.backward(_loss(model, x))
-            taken[n] = time.perf_counter() - start
-    model.zero_grad()
-    return min(taken, key=lambda n: taken[n])
+class ThreadChoice:
+    """One thread or all of torch's, whichever lately took less time for a step.
+
+    On a busy machine threads that wait for one another can be many times slower than one, and how busy it is changes:
+    every PERIOD steps a few steps try each number again.
+    """
+
+    PERIOD, TRIES = 80, 2
+
+    def __init__(self) -> None:
+        self.options = sorted({1, torch.get_num_threads()})
+        self.times: dict[int, list[float]] = {}
+
+    def pick(self, step: int) -> int:
+        """How many threads step number ``step`` should use."""
+        place = step % self.PERIOD
+        if place == 0:
+            self.times = {}
+        if place < self.TRIES * len(self.options):
+            return self.options[place // self.TRIES]
+        return min(self.times, key=lambda n: min(self.times[n]))
+
+    def note(self, count: int, seconds: float) -> None:
+        """Remember what a step with ``count`` threads took."""
+        self.times.setdefault(count, []).append(seconds)
 
 
 def train(
@@ -133,19 +150,23 @@ def train(
     model = ByteLM(shape)
     generator = torch.Generator().manual_seed(config.seed)
     text = torch.frombuffer(bytearray(corpus.train), dtype=torch.uint8)
-    judged = tuple(excerpt[:2048] for _, excerpt in corpus.held_out[:8])
+    judged = [excerpt[:1024] for _, excerpt in corpus.held_out[:8]]
     opt, history = optimiser(model, config), History()
+    choice = ThreadChoice()
     start = time.perf_counter()
     marks = [i / config.evaluations for i in range(1, config.evaluations + 1)]
     step, progress = 0, 0.0
     while progress < 1:
+        begun, count = time.perf_counter(), choice.pick(step)
         for group in opt.param_groups:
             group["lr"] = learning_rate(step, progress, config)
-        loss = _loss(model, data.batch(text, config.batch, config.length, generator))
-        torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-        opt.step()
-        opt.zero_grad()
+        with threads(count):
+            loss = _loss(model, data.batch(text, config.batch, config.length, generator))
+            torch.autograd.backward(loss)
+            nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+            opt.step()
+            opt.zero_grad()
+        choice.note(count, time.perf_counter() - begun)
         step += 1
         history.train.append(loss.item() / math.log(2))
         history.seconds = time.perf_counter() - start
@@ -154,5 +175,6 @@ def train(
         report(step, progress, history.train[-1])
         if marks and progress >= marks[0]:
             marks = [mark for mark in marks if mark > progress]
-            history.held_out.append((step, bits_per_byte(model, judged)))
+            with threads(1):
+                history.held_out.append((step, bits_per_byte(model, judged)))
     return model.eval(), history

@@ -66,7 +66,7 @@ class ShortConvolution(nn.Module):
             after = padded[:, T:]
         else:
             shifted, after = self._packed(x.to(dtype), before, cu_seqlens)
-        # Tap by tap, in one order whatever T is: a token has the same bits alone and inside a long prompt.
+        # Tap by tap, in one order whatever T is: few products, and no transposition to channels first and back.
         y = taps[0] * shifted[0]
         for tap, rows in zip(taps[1:], shifted[1:], strict=True):
             y = torch.addcmul(y, tap, rows)
