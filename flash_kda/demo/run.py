@@ -44,7 +44,7 @@ class DemoConfig:
         excerpt: bytes of each held-out file to judge on. root: folder with the text; None means the standard library.
     """
 
-    steps: int = 900
+    steps: int = 1000
     seed: int = 0
     out: Path = Path("demo-report")
     seconds: float = 75.0
@@ -276,8 +276,9 @@ def _agreement_table(rows: list[agree.Agreement]) -> Table:
     table = Table(
         title="Agreement on real activations",
         title_justify="left",
-        caption="Whole prefill, prefill in pieces, token by token; float64: the recurrence, token by token.\n"
-        f"relative: RMS error over RMS value; worst: in the worst head and {agree.BLOCK} rows; limit of it: {limits}.",
+        caption="Whole prefill, prefill in pieces, token by token; float64: the recurrence.\n"
+        f"rel.: RMS error over RMS value; worst: that of the worst head and {agree.BLOCK} rows.\n"
+        f"Limits of worst: {limits}.",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -285,7 +286,7 @@ def _agreement_table(rows: list[agree.Agreement]) -> Table:
     )
     for name in ("what", "way", "against"):
         table.add_column(name, no_wrap=True)
-    for name in ("max", "mean", "RMSE", "relative", "worst"):
+    for name in ("max", "mean", "RMSE", "rel.", "worst"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
     for i, row in enumerate(rows):
