@@ -58,13 +58,14 @@ def loss_curve(history: History, baselines: dict[str, float], final: float) -> F
     )
     for (name, bits), colour in zip(baselines.items(), (MUTED, PURPLE, GREEN), strict=False):
         ax.axhline(bits, color=colour, linewidth=1.2, linestyle=(0, (5, 3)))
+        # Beside the axes, where no curve passes.
         ax.annotate(
             f"{name}  {bits:.2f}",
             (1.0, bits),
             xycoords=("axes fraction", "data"),
-            xytext=(-4, 3),
+            xytext=(6, 0),
             textcoords="offset points",
-            ha="right",
+            va="center",
             color=colour,
             fontsize=9,
         )

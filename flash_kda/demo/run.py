@@ -44,10 +44,10 @@ class DemoConfig:
         excerpt: bytes of each held-out file to judge on. root: folder with the text; None means the standard library.
     """
 
-    steps: int = 1000
+    steps: int = 800
     seed: int = 0
     out: Path = Path("demo-report")
-    seconds: float = 75.0
+    seconds: float = 80.0
     check_bytes: int = 448
     new_bytes: int = 200
     excerpt: int = 4096
@@ -191,7 +191,7 @@ def _measure(
         surprise=(text, bits_of(model, [text])[0].tolist()),
         chunk_tokens=CHUNK,
         chunk_layer=last.layer + 1,
-        facts=_facts(config, settings),
+        facts=_facts(config, settings, len(history.train)),
         images=images,
     )
 
@@ -235,7 +235,7 @@ def _save_activations(c: agree.Captured, out: Path) -> None:
     torch.save(saved, out / "activations.pt")
 
 
-def _facts(config: DemoConfig, settings: TrainConfig) -> list[tuple[str, str]]:
+def _facts(config: DemoConfig, settings: TrainConfig, steps: int) -> list[tuple[str, str]]:
     shape = config.shape
     return [
         ("flash_kda", flash_kda.__version__),
@@ -247,7 +247,10 @@ def _facts(config: DemoConfig, settings: TrainConfig) -> list[tuple[str, str]]:
             f"{shape.num_layers} blocks of width {shape.hidden_size}, {shape.num_heads} heads of {shape.head_dim}, "
             f"MLP {shape.mlp_size}, log decay at least {shape.lower_bound}",
         ),
-        ("training", f"{settings.batch} windows of {settings.length} bytes a step, AdamW, peak rate {settings.lr}"),
+        (
+            "training",
+            f"{steps} steps of {settings.batch} windows of {settings.length} bytes, AdamW, peak rate {settings.lr}",
+        ),
         ("seed", str(config.seed)),
     ]
 
