@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-# The cases are small: one thread is faster than two that wait for each other. test_two_threads_... sets its own.
+# The cases are small: one thread is faster than two that wait for each other.
 torch.set_num_threads(1)
 
 

@@ -34,12 +34,14 @@ def test_definition(target: Target, case: Case) -> None:
     o, state = run(target, call)
     want, want_state = expected(case)
     assert o.dtype == call["v"].dtype
+    assert o.is_contiguous()
     assert_outputs(o, want, call, target.tolerance)
     if not case.final:
         assert state is None
     else:
         assert state is not None
         given = call["initial_state"]
+        assert state.is_contiguous()
         wide = torch.float64 if case.dtype == "float64" else torch.float32
         assert state.dtype == (wide if given is None else given.dtype)
         assert_states(state, want_state, target.tolerance)
@@ -56,6 +58,25 @@ def test_same_bits_twice(target: Target, case: Case) -> None:
     call = case.build(target.device)
     for name, x, y in zip(("o", "state"), run(target, call), run(target, call), strict=True):
         assert_same_bits(x, y, name)
+
+
+@pytest.mark.parametrize("case", parameters((Case(T=300, H=3, K=64, V=64), Case(lengths=(3, 70, 0, 64, 200), K=24))))
+def test_same_bits_twice_with_many_threads(target: Target, case: Case) -> None:
+    """Outputs, states and gradients; everywhere else the tests run in one thread."""
+    runs = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        for _ in range(3):
+            call, found = leaves(case.build(target.device))
+            o, state = run(target, call)
+            assert state is not None
+            runs.append((o, state, *torch.autograd.grad(o.sum() + state.square().sum(), list(found.values()))))
+    finally:
+        torch.set_num_threads(before)
+    for again in runs[1:]:
+        for name, x, y in zip(("o", "state", *found), again, runs[0], strict=True):
+            assert_same_bits(x, y, name)
 
 
 @pytest.mark.parametrize("case", parameters(CASES[1::6]))
