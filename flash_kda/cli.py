@@ -248,7 +248,7 @@ def build_app() -> "typer.Typer":
 
     @app.command()
     def demo(
-        steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 800,
+        steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 1300,
         seed: Annotated[int, typer.Option(help="Seed of the split, the model and the text.")] = 0,
         out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("demo-report"),
     ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import io
 import math
 import re
 from collections import Counter
@@ -149,19 +150,6 @@ def test_learning_rate_warms_up_and_falls() -> None:
         train.TrainConfig(steps=0)
 
 
-def test_thread_choice_follows_the_clock() -> None:
-    choice = train.ThreadChoice()
-    choice.options = [1, 2]
-    picks = []
-    for step in range(3 * choice.PERIOD):
-        n = choice.pick(step)
-        picks.append(n)
-        slow_one = choice.PERIOD <= step < 2 * choice.PERIOD
-        choice.note(n, {1: 2.0 if slow_one else 1.0, 2: 1.5}[n])
-    tries = choice.TRIES * 2
-    assert [set(picks[i * choice.PERIOD + tries : (i + 1) * choice.PERIOD]) for i in range(3)] == [{1}, {2}, {1}]
-
-
 def test_judgement_finds_one_bad_block() -> None:
     want = torch.randn(200, 3, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     got = want.clone()
@@ -233,8 +221,12 @@ def test_a_lost_state_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_demo_writes_its_report(library: Path, tmp_path: Path) -> None:
-    console = Console(width=100, record=True, quiet=True)
+    console = Console(width=80, record=True, file=io.StringIO())
     assert run.run(small(library, tmp_path / "new" / "report"), console) is True
+    # Whole rows fit into 80 columns.
+    rows = [line.split() for line in console.export_text().splitlines() if " float64 " in line]
+    assert len(rows) == 15
+    assert all(row[-1] == "agrees" and all(float(x) > 0 for x in row[-6:-1]) for row in rows), rows
     out = tmp_path / "new" / "report"
     pictures = {"loss", "errors", "chunk", "memory"}
     assert {f.name for f in out.iterdir()} == {"index.html", "activations.pt", *(f"{name}.png" for name in pictures)}

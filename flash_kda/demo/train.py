@@ -30,9 +30,9 @@ class TrainConfig:
     """
 
     steps: int
-    batch: int = 4
+    batch: int = 2
     length: int = 256
-    lr: float = 6e-3
+    lr: float = 5e-3
     warmup: int = 15
     weight_decay: float = 0.1
     clip: float = 1.0
@@ -105,33 +105,6 @@ def _loss(model: ByteLM, x: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
 
 
-class ThreadChoice:
-    """One thread or all of torch's, whichever lately took less time for a step.
-
-    On a busy machine threads that wait for one another can be many times slower than one, and how busy it is changes:
-    every PERIOD steps a few steps try each number again.
-    """
-
-    PERIOD, TRIES = 80, 2
-
-    def __init__(self) -> None:
-        self.options = sorted({1, torch.get_num_threads()})
-        self.times: dict[int, list[float]] = {}
-
-    def pick(self, step: int) -> int:
-        """How many threads step number ``step`` should use."""
-        place = step % self.PERIOD
-        if place == 0:
-            self.times = {}
-        if place < self.TRIES * len(self.options):
-            return self.options[place // self.TRIES]
-        return min(self.times, key=lambda n: min(self.times[n]))
-
-    def note(self, count: int, seconds: float) -> None:
-        """Remember what a step with ``count`` threads took."""
-        self.times.setdefault(count, []).append(seconds)
-
-
 def train(
     shape: ByteLMConfig,
     corpus: data.Corpus,
@@ -152,21 +125,17 @@ def train(
     text = torch.frombuffer(bytearray(corpus.train), dtype=torch.uint8)
     judged = [excerpt[:1024] for _, excerpt in corpus.held_out[:8]]
     opt, history = optimiser(model, config), History()
-    choice = ThreadChoice()
     start = time.perf_counter()
     marks = [i / config.evaluations for i in range(1, config.evaluations + 1)]
     step, progress = 0, 0.0
     while progress < 1:
-        begun, count = time.perf_counter(), choice.pick(step)
         for group in opt.param_groups:
             group["lr"] = learning_rate(step, progress, config)
-        with threads(count):
-            loss = _loss(model, data.batch(text, config.batch, config.length, generator))
-            torch.autograd.backward(loss)
-            nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-            opt.step()
-            opt.zero_grad()
-        choice.note(count, time.perf_counter() - begun)
+        loss = _loss(model, data.batch(text, config.batch, config.length, generator))
+        torch.autograd.backward(loss)
+        nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        opt.step()
+        opt.zero_grad()
         step += 1
         history.train.append(loss.item() / math.log(2))
         history.seconds = time.perf_counter() - start
@@ -175,6 +144,5 @@ def train(
         report(step, progress, history.train[-1])
         if marks and progress >= marks[0]:
             marks = [mark for mark in marks if mark > progress]
-            with threads(1):
-                history.held_out.append((step, bits_per_byte(model, judged)))
+            history.held_out.append((step, bits_per_byte(model, judged)))
     return model.eval(), history
