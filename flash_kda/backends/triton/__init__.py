@@ -1,0 +1,38 @@
+"""KDA on NVIDIA GPUs in portable Triton: a parallel preparation of chunks, then a recurrence per head and V part."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_kda.types import Inputs, Problem
+
+MAX_HEAD = 256
+MIN_CAPABILITY = (8, 0)
+
+
+def supports(problem: Problem) -> str | None:
+    """CUDA tensors on compute capability 8.0 or newer, K and V in 16..256, no gradients yet."""
+    if problem.device != "cuda":
+        return f"runs on CUDA devices; the tensors are on {problem.device}"
+    import triton  # noqa: F401  # its absence is a reason, reported by the caller
+
+    if problem.grad:
+        return "computes no gradients yet"
+    if problem.dtype == torch.float64:
+        return "computes in float32 at most; the tensors are float64"
+    for name in ("K", "V"):
+        if not 16 <= (size := getattr(problem, name)) <= MAX_HEAD:
+            return f"takes head sizes 16..{MAX_HEAD}; {name} is {size}"
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return "needs an NVIDIA GPU; torch sees none"
+    if torch.cuda.get_device_capability() < MIN_CAPABILITY:
+        return f"needs compute capability 8.0; this GPU has {torch.cuda.get_device_capability()}"
+    return None
+
+
+def run(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    """Output in v's dtype and final state; products of bfloat16 tiles, or float32 quality for float32 inputs."""
+    from flash_kda.backends.triton.forward import forward
+
+    return forward(inputs)

@@ -1,0 +1,82 @@
+"""Device helpers that every Triton kernel calls: the one definition of gate, normalisation, beta and indexing."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Gates, as constexpr values of the kernels.
+LOG, LOWER_BOUND, SOFTPLUS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+LOG2E = tl.constexpr(1.4426950408889634)
+# A decay of 2^-200 is zero in float32, and sums of 64 such terms stay finite: minus infinity becomes a plain number.
+LOWEST_G2 = tl.constexpr(-200.0)
+L2NORM_EPS = tl.constexpr(1e-6)
+
+
+@triton.jit
+def log2_decay(raw, a, bias, lower_bound, GATE: tl.constexpr):
+    """Log2 of the decay per token from the raw gate (float32). ``a`` is exp(A_log); NaN stays NaN."""
+    x = raw + bias
+    if GATE == LOWER_BOUND:
+        g2 = (lower_bound * LOG2E) * (1.0 / (1.0 + tl.exp2(x * (-a * LOG2E))))
+    elif GATE == SOFTPLUS:
+        # softplus(x) = max(x, 0) + log1p(e^-|x|); the series where log2(1 + z) would lose z.
+        z = tl.exp2(-tl.abs(x) * LOG2E)
+        series = z * LOG2E * (1.0 - z * (0.5 - z * (0.33333334 - z * 0.25)))
+        log1p_2 = tl.where(z > 0.05, tl.log2(1.0 + z), series)
+        g2 = -a * (tl.where(x < 0.0, 0.0, x) * LOG2E + log1p_2)
+    else:
+        g2 = x * LOG2E
+    return tl.where(g2 < LOWEST_G2, LOWEST_G2, g2)
+
+
+@triton.jit
+def rstd(b_x, QK_L2NORM: tl.constexpr):
+    """``rsqrt(sum(x^2) + 1e-6)`` over the last dimension, or ones."""
+    n = tl.sum(b_x * b_x, axis=-1)
+    if QK_L2NORM:
+        return tl.rsqrt(n + L2NORM_EPS)
+    else:
+        return tl.full(n.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def activated_beta(b, BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr):
+    if BETA_IS_LOGIT:
+        b = 1.0 / (1.0 + tl.exp2(-b * LOG2E))
+    if NEG_EIGVAL:
+        b = 2.0 * b
+    return b
+
+
+@triton.jit
+def first_slot(start, n, C: tl.constexpr):
+    """Workspace slot of a packed sequence's first chunk.
+
+    ``start // C + n`` leaves room for the partial chunk of every sequence before, so slots never collide and need no
+    prefix sum over the lengths.
+    """
+    return start // C + n
+
+
+@triton.jit
+def sequence_of_slot(p_cu, slot, N, C: tl.constexpr, BLOCK: tl.constexpr):
+    """The last sequence whose first slot is at most ``slot``: two vector loads, however many sequences there are."""
+    o = tl.arange(0, BLOCK)
+    step = (N + BLOCK - 1) // BLOCK
+    at = o * step
+    start = tl.load(p_cu + at, mask=at < N, other=0)
+    low = (tl.sum(((at < N) & (first_slot(start, at, C) <= slot)).to(tl.int32), 0) - 1) * step
+    if step > 1:
+        low = tl.maximum(low, 0)
+        for block in range(0, step, BLOCK):
+            at = low + block + o
+            inside = (at < N) & (at < low + step)
+            start = tl.load(p_cu + at, mask=inside, other=0)
+            count = tl.sum((inside & (first_slot(start, at, C) <= slot)).to(tl.int32), 0)
+            if block == 0:
+                found = count
+            else:
+                found += count
+        low = low + found - 1
+    return low

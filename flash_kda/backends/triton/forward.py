@@ -1,0 +1,113 @@
+"""One forward call on the GPU: workspace and the two launches."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from flash_kda.backends.triton import common
+from flash_kda.backends.triton.config import SEARCH, Config, Device, configure
+from flash_kda.backends.triton.prepare import prepare
+from flash_kda.backends.triton.recurrence import recurrence
+from flash_kda.types import Inputs, LogGate, LowerBoundGate, Problem
+
+GATES = {"log": common.LOG.value, "lower_bound": common.LOWER_BOUND.value, "softplus": common.SOFTPLUS.value}
+
+
+@lru_cache
+def device_facts(index: int) -> Device:
+    p = torch.cuda.get_device_properties(index)
+    return Device(p.major * 10 + p.minor, p.multi_processor_count, p.shared_memory_per_block_optin)
+
+
+def options(inputs: Inputs, config: Config) -> dict[str, object]:
+    """Compile-time arguments that both kernels share."""
+    gate = inputs.gate
+    raw = isinstance(gate, LogGate)
+    return {
+        "H": inputs.q.shape[2],
+        "HV": inputs.v.shape[2],
+        "K": inputs.q.shape[3],
+        "V": inputs.v.shape[3],
+        "C": config.C,
+        "BK": config.BK,
+        "GATE": GATES[gate.kind],
+        "HAS_A_LOG": not raw and gate.A_log is not None,
+        "HAS_DT_BIAS": not raw and gate.dt_bias is not None,
+        "QK_L2NORM": inputs.qk_l2norm,
+        "BETA_IS_LOGIT": inputs.beta_is_logit,
+        "NEG_EIGVAL": inputs.allow_neg_eigval,
+        "PACKED": inputs.cu_seqlens is not None,
+        "TILE": tl.bfloat16 if config.split else tl.float32,
+        "SPLIT": config.split,
+        "PRECISION": "tf32" if config.split else "tf32x3",
+    }
+
+
+def slots(inputs: Inputs, C: int) -> int:
+    """Chunks in the workspace: an upper bound that needs no lengths when sequences are packed."""
+    B, T = inputs.q.shape[:2]
+    return B * math.ceil(T / C) if inputs.cu_seqlens is None else T // C + 1 + inputs.num_sequences
+
+
+def state_strides(S: Tensor, layout: str) -> tuple[int, int, int, int]:
+    """Strides by sequence, head, v and k."""
+    n, h, a, b = S.stride()
+    return (n, h, a, b) if layout == "vk" else (n, h, b, a)
+
+
+def launch(inputs: Inputs, config: Config, out: Tensor, final: Tensor | None) -> None:
+    """Write the output and, if given, the final state. T and N are at least 1."""
+    q, k, v, g, beta, gate = inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.gate
+    B, T, _, K = q.shape
+    HV, V = v.shape[2:]
+    C, BK = config.C, config.BK
+    n_slots = slots(inputs, C)
+    tile_dtype = torch.bfloat16 if config.split else torch.float32
+    tiles = q.new_empty(n_slots * HV * 3 * C * BK, dtype=tile_dtype)
+    squares = q.new_empty(n_slots * HV * 2 * config.square_elements, dtype=tile_dtype)
+    decay = q.new_empty(n_slots * HV * BK, dtype=torch.float32)
+    shared = options(inputs, config)
+    lower_bound = gate.lower_bound if isinstance(gate, LowerBoundGate) else 0.0
+    A_log, dt_bias = (None, None) if isinstance(gate, LogGate) else (gate.A_log, gate.dt_bias)
+    A_log = decay if A_log is None else A_log
+    dt_bias = decay if dt_bias is None else dt_bias
+    cu = decay if inputs.cu_seqlens is None else inputs.cu_seqlens
+    N = inputs.num_sequences
+    prepare[(n_slots * HV,)](
+        q, k, g, beta, A_log, dt_bias, cu, tiles, squares, decay, out,
+        *q.stride()[:3], *k.stride()[:3], *g.stride()[:3], *beta.stride(),
+        T, N, n_slots, inputs.scale, lower_bound,
+        **shared, SEARCH=SEARCH, ANCHORED=gate.kind == "lower_bound", num_warps=config.prepare_warps,
+    )  # fmt: skip
+    S0 = inputs.initial_state
+    S0_strides = (0, 0, 0, 0) if S0 is None else state_strides(S0, inputs.state_layout)
+    S_strides = (0, 0, 0, 0) if final is None else state_strides(final, inputs.state_layout)
+    recurrence[(N * HV * math.ceil(V / config.BV),)](
+        q, k, v, g, beta, A_log, dt_bias, cu, tiles, squares, decay,
+        decay if S0 is None else S0, decay if final is None else final, out,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3], *beta.stride(),
+        *S0_strides, *S_strides, *out.stride()[:3],
+        T, N, inputs.scale, lower_bound,
+        **shared, BV=config.BV, HAS_S0=S0 is not None, STORE_S=final is not None,
+        STAGES=config.stages, num_warps=config.recurrence_warps,
+    )  # fmt: skip
+
+
+def forward(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    """Output ``[B, T, HV, V]`` in v's dtype and final state (None unless asked for)."""
+    out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=inputs.v.device)
+    final = None
+    if inputs.output_final_state:
+        final = torch.empty(inputs.state_shape, dtype=inputs.state_dtype, device=inputs.v.device)
+    if inputs.num_sequences == 0 or inputs.q.shape[1] == 0:
+        out.zero_()
+        if final is not None:
+            final.zero_() if inputs.initial_state is None else final.copy_(inputs.initial_state)
+        return out, final
+    launch(inputs, configure(Problem.of(inputs), device_facts(inputs.q.device.index)), out, final)
+    return out, final
