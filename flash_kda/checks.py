@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import pairwise
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -40,6 +41,12 @@ def _dense_last(name: str, x: Tensor) -> None:
         )
 
 
+def _number(name: str, x: object) -> float:
+    if isinstance(x, bool) or not isinstance(x, Real):
+        raise TypeError(f"{name}: got {x!r}, expected a number")
+    return float(x)
+
+
 def _flag(name: str, x: object) -> bool:
     if not isinstance(x, bool):
         raise TypeError(f"{name}: got {x!r}, expected True or False")
@@ -52,7 +59,7 @@ def check_gate(gate: object, HV: int, K: int, device: torch.device) -> Gate:
         return gate
     if not isinstance(gate, LowerBoundGate | SoftplusGate):
         raise TypeError(f"gate: got {type(gate).__name__}, expected LowerBoundGate, SoftplusGate or LogGate")
-    if isinstance(gate, LowerBoundGate) and not LOWEST_BOUND <= gate.lower_bound < 0:
+    if isinstance(gate, LowerBoundGate) and not LOWEST_BOUND <= _number("lower_bound", gate.lower_bound) < 0:
         raise ValueError(f"lower_bound: got {gate.lower_bound}, expected a value in [{LOWEST_BOUND}, 0)")
     A_log, dt_bias = gate.A_log, gate.dt_bias
     if A_log is not None:
@@ -96,24 +103,8 @@ def check_cu_seqlens(cu_seqlens: Tensor, B: int, T: int, device: torch.device) -
         raise ValueError(f"cu_seqlens: got last entry {values[-1]}, expected at most T = {T}")
 
 
-def check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    gate: Gate,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    qk_l2norm: bool,
-    beta_is_logit: bool,
-    allow_neg_eigval: bool,
-    state_layout: StateLayout,
-) -> Inputs:
-    """Check the arguments of :func:`flash_kda.kda` and bring them into one value. Reads no tensor data on a GPU."""
+def check_rows(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+    """Check shapes, dtypes, devices and strides of the token rows against each other."""
     for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
         _dtype(name, _tensor(name, x), INPUT_DTYPES)
     if q.ndim != 4:
@@ -139,10 +130,32 @@ def check(
         _device(name, x, q.device)
     for name, x in (("q", q), ("k", k), ("v", v), ("g", g)):
         _dense_last(name, x)
-    gate = check_gate(gate, HV, K, q.device)
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    gate: Gate,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    qk_l2norm: bool,
+    beta_is_logit: bool,
+    allow_neg_eigval: bool,
+    state_layout: StateLayout,
+) -> Inputs:
+    """Check the arguments of :func:`flash_kda.kda` and bring them into one value. Reads no tensor data on a GPU."""
+    check_rows(q, k, v, g, beta)
+    B, T, _, K = q.shape
+    gate = check_gate(gate, v.shape[2], K, q.device)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, B, T, q.device)
-    scale = K**-0.5 if scale is None else float(scale)
+    scale = K**-0.5 if scale is None else _number("scale", scale)
     if not math.isfinite(scale):
         raise ValueError(f"scale: got {scale}, expected a finite number")
     for name, flag in (

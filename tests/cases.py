@@ -43,6 +43,8 @@ class Target:
 TARGETS = (
     Target("reference", tolerance=1e-6, grad_tolerance=2e-6),
     Target("cpu"),
+    # bfloat16 tiles round at about 3e-3 whatever the inputs' dtype; float32 inputs are judged apart, in test_triton.
+    Target("triton", "cuda", tolerance=6e-3, partial=True),
 )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flash_kda.reference.gate import activate
-from flash_kda.reference.recurrent import final_states, initial_states, spans
+from flash_kda.reference.recurrent import final_states, initial_states, spans, used_rows
 from flash_kda.types import Inputs
 
 
@@ -85,9 +85,10 @@ def kda_chunk(
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size: got {chunk_size}, expected 1 or more")
-    q, k, v, g, beta = activate(inputs, dtype)
+    q, k, v, g, beta = activate(used_rows(inputs), dtype)
     S0 = initial_states(inputs, dtype)
-    outputs = [[v.new_zeros(v.shape[2:])[None]] * v.shape[1] for _ in range(v.shape[0])]
+    B, T = inputs.v.shape[:2]
+    outputs = [[v.new_zeros(v.shape[2:])[None]] * T for _ in range(B)]
     chunks, states = [], []
     for n, (b, first, end) in enumerate(spans(inputs)):
         S = S0[n]
@@ -100,5 +101,5 @@ def kda_chunk(
             outputs[b][rows] = list(o.split(1))
             chunks.append(c)
         states.append(S)
-    o = torch.stack([torch.cat(rows) for rows in outputs]) if v.numel() else torch.zeros_like(v)
+    o = torch.stack([torch.cat(rows) for rows in outputs]) if B * T else torch.zeros_like(v)
     return o.to(inputs.v.dtype), final_states(inputs, states), chunks

@@ -20,6 +20,14 @@ def spans(inputs: Inputs) -> list[tuple[int, int, int]]:
     return [(0, start, end) for start, end in pairwise(ends)]
 
 
+def used_rows(inputs: Inputs) -> Inputs:
+    """The call without the rows past the last packed sequence, which must reach nothing, not even by a gradient."""
+    if inputs.cu_seqlens is None:
+        return inputs
+    end = int(inputs.cu_seqlens[-1])
+    return inputs.replace(**{name: getattr(inputs, name)[:, :end] for name in ("q", "k", "v", "g", "beta")})
+
+
 def initial_states(inputs: Inputs, dtype: torch.dtype) -> Tensor:
     """States before each sequence as ``[N, HV, K, V]`` in ``dtype``, whatever the caller's layout."""
     if inputs.initial_state is None:
@@ -49,9 +57,10 @@ def kda_recurrent(inputs: Inputs, dtype: torch.dtype = torch.float64) -> tuple[T
     Returns:
         Output ``[B, T, HV, V]`` in v's dtype and final state as :func:`flash_kda.kda` returns them.
     """
-    q, k, v, g, beta = activate(inputs, dtype)
+    q, k, v, g, beta = activate(used_rows(inputs), dtype)
     S0 = initial_states(inputs, dtype)
-    rows = [[v.new_zeros(v.shape[2:])] * v.shape[1] for _ in range(v.shape[0])]
+    B, T = inputs.v.shape[:2]
+    rows = [[v.new_zeros(v.shape[2:])] * T for _ in range(B)]
     states = []
     for n, (b, start, end) in enumerate(spans(inputs)):
         S = S0[n]
@@ -61,5 +70,5 @@ def kda_recurrent(inputs: Inputs, dtype: torch.dtype = torch.float64) -> tuple[T
             S = S + torch.einsum("hk,hv->hkv", k[b, t], beta[b, t, :, None] * delta)
             rows[b][t] = torch.einsum("hk,hkv->hv", q[b, t], S)
         states.append(S)
-    o = torch.stack([torch.stack(r) for r in rows]) if v.numel() else torch.zeros_like(v)
+    o = torch.stack([torch.stack(r) for r in rows]) if B * T else torch.zeros_like(v)
     return o.to(inputs.v.dtype), final_states(inputs, states)

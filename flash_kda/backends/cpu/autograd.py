@@ -7,10 +7,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flash_kda.backends.cpu.kernel import ROWS, backward, forward, states_out
 from flash_kda.types import Inputs, LogGate
+
+
+class NoSecondDerivative(torch.autograd.Function):
+    """Passes a first derivative on; differentiating it again is an error, not silently a constant."""
+
+    @staticmethod
+    def forward(ctx: Any, d: Tensor, *inputs: Tensor) -> Tensor:
+        return d.view_as(d)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise NotImplementedError(
+            "backend: the cpu backend has no second derivatives; backend='reference' can be differentiated twice"
+        )
 
 
 class ChunkKDA(torch.autograd.Function):
@@ -25,21 +38,19 @@ class ChunkKDA(torch.autograd.Function):
         return o, states_out(S, inputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor, dS: Tensor) -> tuple[Tensor | None, ...]:
-        *rows, A_log, dt_bias = ctx.saved_tensors[:7]
+        rows, parameters, kept = ctx.saved_tensors[:5], ctx.saved_tensors[5:7], list(ctx.saved_tensors[7:])
         inputs: Inputs = ctx.inputs.replace(**dict(zip(ROWS, rows, strict=True)))
         if not isinstance(inputs.gate, LogGate):
-            inputs = inputs.replace(gate=replace(inputs.gate, A_log=A_log, dt_bias=dt_bias))
-        vk = inputs.state_layout == "vk"
-        kept = list(ctx.saved_tensors[7:])
-        dS = dS.to(torch.float64 if inputs.q.dtype == torch.float64 else torch.float32)
-        grads = backward(inputs, kept, do, dS.transpose(-1, -2) if vk else dS)
-        dS0 = None
-        if ctx.initial_state_dtype is not None:
-            dS0 = grads["states"].transpose(-1, -2) if vk else grads["states"]
-            dS0 = dS0.to(ctx.initial_state_dtype)
-        return None, *(grads[name] for name in ROWS), grads.get("A_log"), grads.get("dt_bias"), dS0
+            inputs = inputs.replace(gate=replace(inputs.gate, A_log=parameters[0], dt_bias=parameters[1]))
+        with torch.no_grad():
+            found = backward(inputs, kept, do, dS)
+        dS0 = None if ctx.initial_state_dtype is None else found["states"].to(ctx.initial_state_dtype)
+        grads = (*(found[name] for name in ROWS), found.get("A_log"), found.get("dt_bias"), dS0)
+        if torch.is_grad_enabled():
+            sources = [x for x in (*rows, *parameters, do, dS) if x is not None]
+            grads = tuple(None if d is None else NoSecondDerivative.apply(d, *sources) for d in grads)
+        return None, *grads
 
 
 def run_with_grad(inputs: Inputs) -> tuple[Tensor, Tensor]:

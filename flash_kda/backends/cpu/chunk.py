@@ -7,7 +7,8 @@ Decays are only ever multiplied, never divided, and log decays are not subtracte
 of a pair on both sides of a boundary is a product of two factors of at most 1: from the boundary to i, and from j to
 the boundary. Blocks of 1, 2, 4, ... rows are joined pairwise; the join of two blocks makes the pairs that lie across
 it, then moves the factors of its rows to the outer ends of the joined block. So any gate is exact, -inf included,
-with one exponential per element.
+with one exponential per element. Only the decay of a whole chunk is the exponential of a sum: there the product of
+rounded factors, the same at every token of a slow constant gate, would drift over thousands of chunks.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def prepare(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, keep: bool = False) -
     L = P * beta[..., None]
     eye = torch.eye(C, dtype=L.dtype).expand_as(L)
     T = torch.linalg.solve_triangular(L, eye, upper=False, unitriangular=True)
-    return Prepared(K_plus, Q_plus, K_end, P, Mqk, T, beta, decay.view(*q.shape[:2], K), tuple(joins))
+    return Prepared(K_plus, Q_plus, K_end, P, Mqk, T, beta, g.sum(2).exp(), tuple(joins))
 
 
 def walk(S: Tensor, v: Tensor, p: Prepared) -> tuple[Tensor, list[Tensor]]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from flash_kda.backends.cpu.chunk import prepare, prepare_backward, walk, walk_backward
 from flash_kda.backends.cpu.plan import Group, plan
@@ -16,23 +17,38 @@ from flash_kda.types import Inputs, LogGate
 ROWS = ("q", "k", "v", "g", "beta")
 
 
+# Tiles and states are padded with zeros to a multiple of this many channels: the matrix library rounds a product
+# differently depending on how its operands are aligned, and a sequence's bits must not depend on its neighbours.
+ALIGN = 16
+
+
 def compute_dtype(inputs: Inputs) -> torch.dtype:
     return torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
 
 
 def states_in(inputs: Inputs) -> Tensor:
-    """States before each sequence, ``[N, HV, K, V]``, a fresh contiguous tensor in the dtype of computation."""
-    N, HV, K, V = inputs.num_sequences, inputs.v.shape[2], inputs.q.shape[3], inputs.v.shape[3]
-    S = torch.zeros(N, HV, K, V, dtype=compute_dtype(inputs))
-    if inputs.initial_state is not None:
-        S.copy_(inputs.initial_state.transpose(-1, -2) if inputs.state_layout == "vk" else inputs.initial_state)
-    return S
+    """States before each sequence, ``[N, HV, K, V]``, a fresh padded tensor in the dtype of computation."""
+    K, V = inputs.q.shape[3], inputs.v.shape[3]
+    if inputs.initial_state is None:
+        return pad(torch.zeros(inputs.num_sequences, inputs.v.shape[2], K, V, dtype=compute_dtype(inputs)), 2)
+    return pad(by_key(inputs.initial_state, inputs).to(compute_dtype(inputs), copy=True), 2)
+
+
+def by_key(S: Tensor, inputs: Inputs) -> Tensor:
+    """States from the caller's layout to ``[N, HV, K, V]``, or back: a view."""
+    return S.transpose(-1, -2) if inputs.state_layout == "vk" else S
+
+
+def pad(x: Tensor, dims: int) -> Tensor:
+    """Zeros behind the last ``dims`` dimensions up to a multiple of ALIGN; contiguous."""
+    sizes = [n for size in x.shape[: -dims - 1 : -1] for n in (0, -size % ALIGN)]
+    return (F.pad(x, sizes) if any(sizes) else x).contiguous()
 
 
 def states_out(S: Tensor, inputs: Inputs) -> Tensor:
-    """``[N, HV, K, V]`` into the caller's layout and dtype."""
-    S = S.transpose(-1, -2) if inputs.state_layout == "vk" else S
-    return S.to(inputs.state_dtype, memory_format=torch.contiguous_format)
+    """Padded ``[N, HV, K, V]`` into the caller's shape, layout and dtype."""
+    S = S[..., : inputs.q.shape[3], : inputs.v.shape[3]]
+    return by_key(S, inputs).to(inputs.state_dtype).contiguous()
 
 
 def rows_of(inputs: Inputs, group: Group) -> Inputs:
@@ -49,15 +65,15 @@ def activated(rows: Inputs, group: Group) -> tuple[Tensor, ...]:
 
 
 def to_tiles(x: Tensor, C: int) -> Tensor:
-    """``[n, chunks * C, HV, ...]`` to ``[n * HV, chunks, C, ...]``, contiguous."""
-    x = x.unflatten(1, (-1, C))
-    return x.movedim(3, 1).flatten(0, 1).contiguous()
+    """``[n, chunks * C, HV, ...]`` to ``[n * HV, chunks, C, ...]``, contiguous, channels padded."""
+    x = x.unflatten(1, (-1, C)).movedim(3, 1).flatten(0, 1)
+    return pad(x, 1) if x.ndim == 4 else x.contiguous()
 
 
-def from_tiles(x: Tensor, n: int) -> Tensor:
-    """The inverse of :func:`to_tiles`, as a view."""
-    x = x.unflatten(0, (n, -1)).movedim(1, 3)
-    return x.flatten(1, 2)
+def from_tiles(x: Tensor, like: Tensor) -> Tensor:
+    """The inverse of :func:`to_tiles`, a view of the shape of ``like``."""
+    x = x.unflatten(0, (like.shape[0], -1)).movedim(1, 3).flatten(1, 2)
+    return x[..., : like.shape[-1]]
 
 
 def forward_group(inputs: Inputs, group: Group, S: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -65,7 +81,7 @@ def forward_group(inputs: Inputs, group: Group, S: Tensor) -> tuple[Tensor, Tens
     rows = rows_of(inputs, group)
     q, k, v, g, beta = (to_tiles(x, group.C) for x in activated(rows, group))
     o, (*before, S_next) = walk(S.flatten(0, 1), v, prepare(q, k, g, beta))
-    o, S_next = from_tiles(o, len(group.spans)), S_next.view_as(S)
+    o, S_next = from_tiles(o, rows.v), S_next.view_as(S)
     spoilt = _finite_entries(S_next) < _finite_entries(S)
     if group.C > 1 and bool(spoilt.any()):
         # A product of matrices carries a NaN or inf to earlier rows of its chunk (0 * NaN is NaN). The sequences where
@@ -87,7 +103,7 @@ def _finite_entries(S: Tensor) -> Tensor:
 
 
 def forward(inputs: Inputs, keep_states: bool = False) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Output in v's dtype, states after each sequence ``[N, HV, K, V]``, and those before each group's chunks if kept.
+    """Output in v's dtype, padded states after each sequence ``[N, HV, K, V]``, and those kept.
 
     What is kept is one state per chunk: a tensor ``[n * HV, chunks, K, V]`` for each group.
     """
@@ -108,12 +124,12 @@ def backward(inputs: Inputs, kept: list[Tensor], do: Tensor, dS: Tensor) -> dict
 
     Args:
         kept: the states before the chunks of each group, from :func:`forward`.
-        do: ``[B, T, HV, V]``. dS: gradient of the final states ``[N, HV, K, V]``.
+        do: ``[B, T, HV, V]``. dS: gradient of the final states, in the caller's layout.
     """
     grads = {name: rows_like(getattr(inputs, name), inputs) for name in ROWS}
     parameters = _gate_parameters(inputs)
     grads |= {name: torch.zeros(x.shape, dtype=torch.float64) for name, x in parameters.items()}
-    dS = dS.clone()
+    dS = pad(by_key(dS, inputs).to(compute_dtype(inputs), copy=True), 2)
     before = iter(kept)
     for groups in plan(inputs):
         for group, states in reversed([(group, next(before)) for group in groups]):
@@ -124,7 +140,8 @@ def backward(inputs: Inputs, kept: list[Tensor], do: Tensor, dS: Tensor) -> dict
                 grads[name] += d[name]
     for name, x in parameters.items():
         grads[name] = grads[name].to(x.dtype)
-    return grads | {"states": dS}
+    dS = dS[..., : inputs.q.shape[3], : inputs.v.shape[3]]
+    return grads | {"states": by_key(dS, inputs)}
 
 
 def _gate_parameters(inputs: Inputs) -> dict[str, Tensor]:
@@ -138,7 +155,6 @@ def _backward_group(
     inputs: Inputs, group: Group, states: Tensor, do: Tensor, dS: Tensor
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Gradients of a group's rows and of the gate's parameters, and that of the states before it."""
-    n = len(group.spans)
     with torch.enable_grad():
         # Autograd runs through the elementwise part only: normalisation, gate, sigmoid.
         leaves = {name: group.take(getattr(inputs, name)).detach().requires_grad_() for name in ROWS}
@@ -149,12 +165,10 @@ def _backward_group(
         outputs = activated(inputs.replace(**leaves, gate=gate), group)
     q, k, v, g, beta = (to_tiles(x.detach(), group.C) for x in outputs)
     do_rows = group.take(do).to(v.dtype)
-    if (valid := group.valid) is not None:
-        do_rows = torch.where(valid[..., None, None], do_rows, 0.0)
     p = prepare(q, k, g, beta, keep=True)
     dS0, dv, d = walk_backward(states, v, p, to_tiles(do_rows, group.C), dS.flatten(0, 1))
     dq, dk, dg = prepare_backward(q, k, g, p, d)
-    tiles = tuple(from_tiles(x, n) for x in (dq, dk, dv, dg, d.beta))
+    tiles = tuple(from_tiles(x, y) for x, y in zip((dq, dk, dv, dg, d.beta), outputs, strict=True))
     wanted = leaves | parameters
     found = torch.autograd.grad(outputs, list(wanted.values()), tiles)
     return dict(zip(wanted, found, strict=True)), dS0.view_as(dS)

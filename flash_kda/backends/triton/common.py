@@ -36,8 +36,7 @@ def rstd(b_x, QK_L2NORM: tl.constexpr):
     n = tl.sum(b_x * b_x, axis=-1)
     if QK_L2NORM:
         return tl.rsqrt(n + L2NORM_EPS)
-    else:
-        return tl.full(n.shape, 1.0, tl.float32)
+    return tl.full(n.shape, 1.0, tl.float32)
 
 
 @triton.jit

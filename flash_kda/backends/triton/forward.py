@@ -13,7 +13,7 @@ from flash_kda.backends.triton import common
 from flash_kda.backends.triton.config import SEARCH, Config, Device, configure
 from flash_kda.backends.triton.prepare import prepare
 from flash_kda.backends.triton.recurrence import recurrence
-from flash_kda.types import Inputs, LogGate, LowerBoundGate, Problem
+from flash_kda.types import Gate, Inputs, LogGate, LowerBoundGate, Problem
 
 GATES = {"log": common.LOG.value, "lower_bound": common.LOWER_BOUND.value, "softplus": common.SOFTPLUS.value}
 
@@ -21,13 +21,18 @@ GATES = {"log": common.LOG.value, "lower_bound": common.LOWER_BOUND.value, "soft
 @lru_cache
 def device_facts(index: int) -> Device:
     p = torch.cuda.get_device_properties(index)
-    return Device(p.major * 10 + p.minor, p.multi_processor_count, p.shared_memory_per_block_optin)
+    shared = int(getattr(p, "shared_memory_per_block_optin", p.shared_memory_per_block))
+    return Device(p.major * 10 + p.minor, p.multi_processor_count, shared)
+
+
+def gate_parameters(gate: Gate) -> tuple[Tensor | None, Tensor | None]:
+    """A_log and dt_bias, where the gate has them."""
+    return (None, None) if isinstance(gate, LogGate) else (gate.A_log, gate.dt_bias)
 
 
 def options(inputs: Inputs, config: Config) -> dict[str, object]:
     """Compile-time arguments that both kernels share."""
-    gate = inputs.gate
-    raw = isinstance(gate, LogGate)
+    A_log, dt_bias = gate_parameters(inputs.gate)
     return {
         "H": inputs.q.shape[2],
         "HV": inputs.v.shape[2],
@@ -35,9 +40,9 @@ def options(inputs: Inputs, config: Config) -> dict[str, object]:
         "V": inputs.v.shape[3],
         "C": config.C,
         "BK": config.BK,
-        "GATE": GATES[gate.kind],
-        "HAS_A_LOG": not raw and gate.A_log is not None,
-        "HAS_DT_BIAS": not raw and gate.dt_bias is not None,
+        "GATE": GATES[inputs.gate.kind],
+        "HAS_A_LOG": A_log is not None,
+        "HAS_DT_BIAS": dt_bias is not None,
         "QK_L2NORM": inputs.qk_l2norm,
         "BETA_IS_LOGIT": inputs.beta_is_logit,
         "NEG_EIGVAL": inputs.allow_neg_eigval,
@@ -63,7 +68,7 @@ def state_strides(S: Tensor, layout: str) -> tuple[int, int, int, int]:
 def launch(inputs: Inputs, config: Config, out: Tensor, final: Tensor | None) -> None:
     """Write the output and, if given, the final state. T and N are at least 1."""
     q, k, v, g, beta, gate = inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.gate
-    B, T, _, K = q.shape
+    T = q.shape[1]
     HV, V = v.shape[2:]
     C, BK = config.C, config.BK
     n_slots = slots(inputs, C)
@@ -73,7 +78,7 @@ def launch(inputs: Inputs, config: Config, out: Tensor, final: Tensor | None) ->
     decay = q.new_empty(n_slots * HV * BK, dtype=torch.float32)
     shared = options(inputs, config)
     lower_bound = gate.lower_bound if isinstance(gate, LowerBoundGate) else 0.0
-    A_log, dt_bias = (None, None) if isinstance(gate, LogGate) else (gate.A_log, gate.dt_bias)
+    A_log, dt_bias = gate_parameters(gate)
     A_log = decay if A_log is None else A_log
     dt_bias = decay if dt_bias is None else dt_bias
     cu = decay if inputs.cu_seqlens is None else inputs.cu_seqlens

@@ -25,8 +25,10 @@ def _of_halves(x, h: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def _join(q, k, g2, qk, kk, to_row, to_end, h: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr):
-    """Join blocks of h rows: make the pairs across each boundary, then move the decays to the ends of the new blocks."""
+def _join(
+    q, k, g2, qk, kk, to_row, to_end, h: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Join blocks of h rows: make the pairs across each boundary, then move the decays to the new ends."""
     o_r = tl.arange(0, C)
     distance = o_r[:, None] ^ o_r[None, :]
     across = (o_r[:, None] > o_r[None, :]) & (distance >= h) & (distance < 2 * h)

@@ -19,8 +19,7 @@ def _fine_dot(a, p_square, acc, C: tl.constexpr, SPLIT: tl.constexpr, PRECISION:
     if SPLIT:
         acc = tl.dot(a, tl.trans(tl.load(p_square + o)), acc)
         return tl.dot(a, tl.trans(tl.load(p_square + C * C + o)), acc)
-    else:
-        return tl.dot(a, tl.trans(tl.load(p_square + o)), acc, input_precision=PRECISION)
+    return tl.dot(a, tl.trans(tl.load(p_square + o)), acc, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["T", "N", "scale", "lower_bound"])
@@ -111,7 +110,7 @@ def recurrence(
         if HAS_DT_BIAS:
             bias = tl.load(p_dt_bias + i_h * K + o_k, mask=m_k, other=0.0)
         i_t = start
-        for t in tl.range(0, length):
+        for _ in tl.range(0, length):
             g = tl.load(p_g + batch * g_b + i_t * g_t + i_h * g_h + o_k, mask=m_k, other=0.0).to(tl.float32)
             k = tl.load(p_k + batch * k_b + i_t * k_t + i_qk * k_h + o_k, mask=m_k, other=0.0).to(tl.float32)
             q = tl.load(p_q + batch * q_b + i_t * q_t + i_qk * q_h + o_k, mask=m_k, other=0.0).to(tl.float32)
