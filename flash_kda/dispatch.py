@@ -20,8 +20,13 @@ class Backend(Protocol):
     def supports(self, problem: Problem) -> str | None:
         """None if the backend can run ``problem``, otherwise the reason why not."""
 
-    def run(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-        """Output ``[B, T, HV, V]`` and final state (None unless asked for)."""
+    def run(
+        self, inputs: Inputs, out: Tensor | None = None, final_state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output ``[B, T, HV, V]`` and final state (None unless asked for), written to ``out`` and ``final_state``.
+
+        Both may be strided; ``final_state`` may be the initial state itself. None means a new tensor.
+        """
 
 
 # In the order of preference. The reference is exact and slow: it runs only when asked for by name.
@@ -87,8 +92,10 @@ def explain(problem: Problem, backend: str = "auto") -> Explanation:
     return Explanation(problem, chosen, reasons)
 
 
-def run(inputs: Inputs, backend: str) -> tuple[Tensor, Tensor | None]:
-    """Run a checked call on the backend that :func:`explain` names.
+def run(
+    inputs: Inputs, backend: str, out: Tensor | None = None, final_state: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Run a checked call on the backend that :func:`explain` names, into ``out`` and ``final_state`` where given.
 
     Raises:
         NotImplementedError: no backend fits; the message lists every reason.
@@ -99,7 +106,7 @@ def run(inputs: Inputs, backend: str) -> tuple[Tensor, Tensor | None]:
     ran = _record.get()
     if ran is not None:
         ran.append(explanation.backend)
-    return load(explanation.backend).run(inputs)
+    return load(explanation.backend).run(inputs, out, final_state)
 
 
 @contextmanager

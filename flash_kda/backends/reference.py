@@ -14,6 +14,16 @@ def supports(problem: Problem) -> str | None:
     return None
 
 
-def run(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+def run(inputs: Inputs, out: Tensor | None = None, final_state: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Compute in float64; the output is rounded once, at the end."""
-    return kda_recurrent(inputs, torch.float64)
+    return deliver(*kda_recurrent(inputs, torch.float64), out, final_state)
+
+
+def deliver(
+    o: Tensor, S: Tensor | None, out: Tensor | None, final_state: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Copy results into the caller's tensors where there are any."""
+    return (
+        o if out is None else out.copy_(o),
+        S if final_state is None or S is None else final_state.copy_(S),
+    )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flash_kda.backends.cpu.autograd import run_with_grad
 from flash_kda.backends.cpu.kernel import forward, states_out
+from flash_kda.backends.reference import deliver
 from flash_kda.types import Inputs, Problem
 
 
@@ -15,11 +16,12 @@ def supports(problem: Problem) -> str | None:
     return None if problem.device == "cpu" else f"runs on the CPU; the tensors are on {problem.device}"
 
 
-def run(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+def run(inputs: Inputs, out: Tensor | None = None, final_state: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Output in v's dtype and final state, in float32 arithmetic (float64 for float64 inputs)."""
     if Problem.of(inputs).grad:
         o, S = run_with_grad(inputs)
-        return o, S if inputs.output_final_state else None
-    with torch.no_grad():
-        o, states, _ = forward(inputs)
-        return o, states_out(states, inputs) if inputs.output_final_state else None
+    else:
+        with torch.no_grad():
+            o, states, _ = forward(inputs)
+            S = states_out(states, inputs)
+    return deliver(o, S if inputs.output_final_state else None, out, final_state)

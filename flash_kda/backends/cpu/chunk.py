@@ -1,6 +1,6 @@
 """The chunk form as batched matrix products, and its gradient.
 
-Notation of docs/derivation.md. A tile holds the chunks of a group: ``[lanes, chunks, C, K]``, a lane being one value
+Notation of docs/derivation.md. A tile holds the chunks of a group: ``[chunks, lanes, C, K]``, a lane being one value
 head of one sequence. Everything is in the dtype of the tiles (float32; float64 for float64 inputs).
 
 Decays are only ever multiplied, never divided, and log decays are not subtracted from one another. ``e^{G_i - G_j}``
@@ -47,13 +47,13 @@ class Prepared:
 
 
 def _halves(x: Tensor, h: int) -> tuple[Tensor, Tensor]:
-    """Early and late half ``[blocks, h, K]`` of each block of 2h rows of ``[lanes, chunks, C, K]``, as views."""
+    """Early and late half ``[blocks, h, K]`` of each block of 2h rows of ``[chunks, lanes, C, K]``, as views."""
     early, late = x.view(-1, 2, h, x.shape[-1]).unbind(1)
     return early, late
 
 
 def _across(x: Tensor, h: int) -> Tensor:
-    """The entries of ``[lanes, chunks, C, C]`` with late rows and early columns of each block: ``[blocks, h, h]``."""
+    """The entries of ``[chunks, lanes, C, C]`` with late rows and early columns of each block: ``[blocks, h, h]``."""
     C = x.shape[-1]
     nb = C // (2 * h)
     blocks = x.view(-1, nb, 2, h, nb, 2, h)[:, :, 1, :, :, 0].diagonal(dim1=1, dim2=3)
@@ -64,13 +64,16 @@ def prepare(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, keep: bool = False) -
     """Everything of the chunks that does not need the state.
 
     Args:
-        q, k: normalised (and scaled) ``[lanes, chunks, C, K]``, contiguous; C a power of two.
-        g: log decay, same shape. beta: ``[lanes, chunks, C]``.
+        q, k: normalised (and scaled) ``[chunks, lanes, C, K]``, of any strides; C a power of two.
+        g: log decay, same shape. beta: ``[chunks, lanes, C]``.
         keep: whether to keep the joins for :func:`prepare_backward`.
     """
     C, K = q.shape[-2:]
-    a = g.exp()
-    K_plus, Q_plus, K_end, decay = k * a, q * a, k.clone(), a
+    a, K_plus, Q_plus = (torch.empty(q.shape, dtype=q.dtype) for _ in range(3))
+    torch.exp(g, out=a)
+    torch.mul(k, a, out=K_plus)
+    torch.mul(q, a, out=Q_plus)
+    K_end, decay = k.clone(memory_format=torch.contiguous_format), a
     P, Mqk = k.new_zeros(*q.shape[:-1], C), torch.diag_embed((q * k).sum(-1))
     joins = []
     h = 1
@@ -96,19 +99,20 @@ def prepare(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, keep: bool = False) -
 
 
 def walk(S: Tensor, v: Tensor, p: Prepared) -> tuple[Tensor, list[Tensor]]:
-    """Carry the state ``[lanes, K, V]`` through the chunks of v ``[lanes, chunks, C, V]``.
+    """Carry the state ``[lanes, K, V]`` through the chunks of v ``[chunks, lanes, C, V]``.
 
     Returns:
-        Output ``[lanes, chunks, C, V]``, and the state before each chunk and after the last.
+        Output ``[chunks, lanes, C, V]``, and the state before each chunk and after the last.
     """
     T_beta = p.T * p.beta[..., None, :]
-    o = torch.empty_like(v)
+    o = torch.empty(v.shape, dtype=v.dtype)
     states = [S]
-    for c in range(v.shape[1]):
-        R = torch.baddbmm(v[:, c], p.K_plus[:, c], S, alpha=-1)
-        U = torch.bmm(T_beta[:, c], R)
-        o[:, c] = torch.bmm(p.Q_plus[:, c], S).baddbmm_(p.Mqk[:, c], U)
-        S = torch.baddbmm(p.decay[:, c, :, None] * S, p.K_end[:, c].transpose(1, 2), U)
+    for c in range(v.shape[0]):
+        R = torch.baddbmm(v[c], p.K_plus[c], S, alpha=-1)
+        U = torch.bmm(T_beta[c], R)
+        torch.bmm(p.Q_plus[c], S, out=o[c])
+        o[c].baddbmm_(p.Mqk[c], U)
+        S = (p.decay[c, :, :, None] * S).baddbmm_(p.K_end[c].transpose(1, 2), U)
         states.append(S)
     return o, states
 
@@ -132,24 +136,23 @@ def walk_backward(
     """Gradient of :func:`walk` (docs/derivation.md section 5).
 
     Args:
-        states: the state before each chunk, ``[lanes, chunks, K, V]``.
+        states: the state before each chunk, ``[chunks, lanes, K, V]``.
         do, dS: gradients of the output and of the state after the last chunk.
 
     Returns:
         Gradients of the first state, of v, and of what the chunks prepared.
     """
-    chunks = v.shape[1]
     T_beta = p.T * p.beta[..., None, :]
     R = v - p.K_plus @ states
     U = T_beta @ R
     dU = p.Mqk.transpose(-1, -2) @ do
-    dR, dS_after = torch.empty_like(v), torch.empty_like(states)
-    for c in reversed(range(chunks)):
-        dS_after[:, c] = dS
-        dU[:, c] += torch.bmm(p.K_end[:, c], dS)
-        dR[:, c] = torch.bmm(T_beta[:, c].transpose(1, 2), dU[:, c])
-        dS = torch.baddbmm(p.decay[:, c, :, None] * dS, p.Q_plus[:, c].transpose(1, 2), do[:, c])
-        dS = torch.baddbmm(dS, p.K_plus[:, c].transpose(1, 2), dR[:, c], alpha=-1)
+    dR, dS_after = torch.empty(v.shape, dtype=v.dtype), torch.empty_like(states)
+    for c in reversed(range(v.shape[0])):
+        dS_after[c] = dS
+        dU[c].baddbmm_(p.K_end[c], dS)
+        torch.bmm(T_beta[c].transpose(1, 2), dU[c], out=dR[c])
+        dS = (p.decay[c, :, :, None] * dS).baddbmm_(p.Q_plus[c].transpose(1, 2), do[c])
+        dS.baddbmm_(p.K_plus[c].transpose(1, 2), dR[c], alpha=-1)
     # R before its solve: W = T^T dU gives dR = beta W and dL = -W U^T below the diagonal.
     W = p.T.transpose(-1, -2) @ dU
     dL = (W @ U.transpose(-1, -2)).tril_(-1).neg_()
@@ -161,7 +164,7 @@ def walk_backward(
         P=dL * p.beta[..., None],
         Mqk=(do @ U.transpose(-1, -2)).tril_(),
         beta=(W * R).sum(-1) + (dL * p.P).sum(-1),
-        log_decay=torch.einsum("lckv,lckv->lck", states, dS_after) * p.decay,
+        log_decay=torch.einsum("clkv,clkv->clk", states, dS_after) * p.decay,
     )
     return dS, dR, grads
 

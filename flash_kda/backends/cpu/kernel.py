@@ -65,14 +65,14 @@ def activated(rows: Inputs, group: Group) -> tuple[Tensor, ...]:
 
 
 def to_tiles(x: Tensor, C: int) -> Tensor:
-    """``[n, chunks * C, HV, ...]`` to ``[n * HV, chunks, C, ...]``, contiguous, channels padded."""
-    x = x.unflatten(1, (-1, C)).movedim(3, 1).flatten(0, 1)
-    return pad(x, 1) if x.ndim == 4 else x.contiguous()
+    """``[n, chunks * C, HV, ...]`` to ``[chunks, n * HV, C, ...]``, channels padded; a view where that can be."""
+    x = x.unflatten(1, (-1, C)).transpose(0, 1).movedim(3, 2).flatten(1, 2)
+    return pad(x, 1) if x.ndim == 4 and x.shape[-1] % ALIGN else x
 
 
 def from_tiles(x: Tensor, like: Tensor) -> Tensor:
     """The inverse of :func:`to_tiles`, a view of the shape of ``like``."""
-    x = x.unflatten(0, (like.shape[0], -1)).movedim(1, 3).flatten(1, 2)
+    x = x.unflatten(1, (like.shape[0], -1)).movedim(2, 3).transpose(0, 1).flatten(1, 2)
     return x[..., : like.shape[-1]]
 
 
@@ -82,11 +82,9 @@ def forward_group(inputs: Inputs, group: Group, S: Tensor) -> tuple[Tensor, Tens
     q, k, v, g, beta = (to_tiles(x, group.C) for x in activated(rows, group))
     o, (*before, S_next) = walk(S.flatten(0, 1), v, prepare(q, k, g, beta))
     o, S_next = from_tiles(o, rows.v), S_next.view_as(S)
-    spoilt = _finite_entries(S_next) < _finite_entries(S)
-    if group.C > 1 and bool(spoilt.any()):
+    if group.C > 1 and (members := spoilt(S, S_next)):
         # A product of matrices carries a NaN or inf to earlier rows of its chunk (0 * NaN is NaN). The sequences where
         # one came up take this group again one token at a time, which cannot look ahead.
-        members = spoilt.nonzero().flatten().tolist()
         single = replace(group, spans=tuple(group.spans[i] for i in members), chunks=group.tokens, C=1)
         o[members], S_next[members], _ = forward_group(inputs, single, S[members])
     return o, S_next, before
@@ -98,14 +96,18 @@ def rows_like(x: Tensor, inputs: Inputs) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype) if covered else torch.zeros(x.shape, dtype=x.dtype)
 
 
-def _finite_entries(S: Tensor) -> Tensor:
-    return S.isfinite().flatten(1).sum(1)
+def spoilt(S: Tensor, S_next: Tensor) -> list[int]:
+    """The sequences ``[n, HV, K, V]`` in whose states a NaN or inf came up."""
+    if bool(S_next.sum().isfinite()):  # which it is only if every term is
+        return []
+    before, after = (x.isfinite().flatten(1).sum(1) for x in (S, S_next))
+    return [int(i) for i in (after < before).nonzero()]
 
 
 def forward(inputs: Inputs, keep_states: bool = False) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Output in v's dtype, padded states after each sequence ``[N, HV, K, V]``, and those kept.
 
-    What is kept is one state per chunk: a tensor ``[n * HV, chunks, K, V]`` for each group.
+    What is kept is one state per chunk: a tensor ``[chunks, n * HV, K, V]`` for each group.
     """
     o = rows_like(inputs.v, inputs)
     S = states_in(inputs)
@@ -114,7 +116,7 @@ def forward(inputs: Inputs, keep_states: bool = False) -> tuple[Tensor, Tensor, 
         for group in groups:
             rows, S[group.sequences], before = forward_group(inputs, group, S[group.sequences])
             if keep_states:
-                kept.append(torch.stack(before, 1))
+                kept.append(torch.stack(before))
             group.put(o, rows)
     return o, S, kept
 

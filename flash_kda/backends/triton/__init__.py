@@ -31,8 +31,8 @@ def supports(problem: Problem) -> str | None:
     return None
 
 
-def run(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+def run(inputs: Inputs, out: Tensor | None = None, final_state: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Output in v's dtype and final state; products of bfloat16 tiles, or float32 quality for float32 inputs."""
     from flash_kda.backends.triton.forward import forward
 
-    return forward(inputs)
+    return forward(inputs, out, final_state)

@@ -103,11 +103,11 @@ def launch(inputs: Inputs, config: Config, out: Tensor, final: Tensor | None) ->
     )  # fmt: skip
 
 
-def forward(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """Output ``[B, T, HV, V]`` in v's dtype and final state (None unless asked for)."""
-    out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=inputs.v.device)
-    final = None
-    if inputs.output_final_state:
+def forward(inputs: Inputs, out: Tensor | None, final: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Output ``[B, T, HV, V]`` in v's dtype and final state (None unless asked for), into the tensors given."""
+    if out is None:
+        out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=inputs.v.device)
+    if final is None and inputs.output_final_state:
         final = torch.empty(inputs.state_shape, dtype=inputs.state_dtype, device=inputs.v.device)
     if inputs.num_sequences == 0 or inputs.q.shape[1] == 0:
         out.zero_()
