@@ -8,6 +8,7 @@ Importing this package touches neither a GPU nor Triton and reads no environment
 """
 
 from flash_kda.api import kda
+from flash_kda.compat.flashkda import fwd, get_workspace_size
 from flash_kda.dispatch import BACKENDS, Explanation, explain, record_backends
 from flash_kda.types import Gate, LogGate, LowerBoundGate, Problem, SoftplusGate
 
@@ -23,6 +24,8 @@ __all__ = [
     "SoftplusGate",
     "__version__",
     "explain",
+    "fwd",
+    "get_workspace_size",
     "kda",
     "record_backends",
 ]
