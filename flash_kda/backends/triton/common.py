@@ -11,6 +11,30 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # A decay of 2^-200 is zero in float32, and sums of 64 such terms stay finite: minus infinity becomes a plain number.
 LOWEST_G2 = tl.constexpr(-200.0)
 L2NORM_EPS = tl.constexpr(1e-6)
+# The interpreter knows no inline assembly.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def exp2(x):
+    """``2^x`` in one instruction: results below 2^-126 are zero, which spares tl.exp2 its rescaling."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def reciprocal(x):
+    """``1 / x`` within one unit in the last place."""
+    if INTERPRETED:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
@@ -18,16 +42,17 @@ def log2_decay(raw, a, bias, lower_bound, GATE: tl.constexpr):
     """Log2 of the decay per token from the raw gate (float32). ``a`` is exp(A_log); NaN stays NaN."""
     x = raw + bias
     if GATE == LOWER_BOUND:
-        g2 = (lower_bound * LOG2E) * (1.0 / (1.0 + tl.exp2(x * (-a * LOG2E))))
-    elif GATE == SOFTPLUS:
-        # softplus(x) = max(x, 0) + log1p(e^-|x|); the series where log2(1 + z) would lose z.
-        z = tl.exp2(-tl.abs(x) * LOG2E)
-        series = z * LOG2E * (1.0 - z * (0.5 - z * (0.33333334 - z * 0.25)))
-        log1p_2 = tl.where(z > 0.05, tl.log2(1.0 + z), series)
-        g2 = -a * (tl.where(x < 0.0, 0.0, x) * LOG2E + log1p_2)
+        return (lower_bound * LOG2E) * reciprocal(1.0 + exp2(x * (-a * LOG2E)))
     else:
-        g2 = x * LOG2E
-    return tl.where(g2 < LOWEST_G2, LOWEST_G2, g2)
+        if GATE == SOFTPLUS:
+            # softplus(x) = max(x, 0) + log1p(e^-|x|); the series where log2(1 + z) would lose z.
+            z = exp2(-tl.abs(x) * LOG2E)
+            series = z * LOG2E * (1.0 - z * (0.5 - z * (0.33333334 - z * 0.25)))
+            log1p_2 = tl.where(z > 0.05, tl.log2(1.0 + z), series)
+            g2 = -a * (tl.where(x < 0.0, 0.0, x) * LOG2E + log1p_2)
+        else:
+            g2 = x * LOG2E
+        return tl.where(g2 < LOWEST_G2, LOWEST_G2, g2)
 
 
 @triton.jit
@@ -36,16 +61,29 @@ def rstd(b_x, QK_L2NORM: tl.constexpr):
     n = tl.sum(b_x * b_x, axis=-1)
     if QK_L2NORM:
         return tl.rsqrt(n + L2NORM_EPS)
-    return tl.full(n.shape, 1.0, tl.float32)
+    else:
+        return tl.full(n.shape, 1.0, tl.float32)
 
 
 @triton.jit
 def activated_beta(b, BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr):
     if BETA_IS_LOGIT:
-        b = 1.0 / (1.0 + tl.exp2(-b * LOG2E))
+        b = reciprocal(1.0 + exp2(-b * LOG2E))
     if NEG_EIGVAL:
         b = 2.0 * b
     return b
+
+
+@triton.jit
+def token_of_row(C: tl.constexpr, SEGMENTS: tl.constexpr):
+    """The token of a chunk that each row of its tiles holds, ``[C]``.
+
+    Rows are not in the order of time: SEGMENTS runs of C / SEGMENTS tokens are interleaved. Where the lanes and warps
+    of a program spread over SEGMENTS rows at a time, a thread then holds consecutive tokens, and sums along time stay
+    in its registers. Every tile of a chunk keeps this order; only loads and stores of tokens know of it.
+    """
+    o = tl.arange(0, C)
+    return (o % SEGMENTS) * (C // SEGMENTS) + o // SEGMENTS
 
 
 @triton.jit
@@ -60,22 +98,16 @@ def first_slot(start, n, C: tl.constexpr):
 
 @triton.jit
 def sequence_of_slot(p_cu, slot, N, C: tl.constexpr, BLOCK: tl.constexpr):
-    """The last sequence whose first slot is at most ``slot``: two vector loads, however many sequences there are."""
+    """The last sequence whose first slot is at most ``slot``: two rounds of vector loads for any number of them."""
     o = tl.arange(0, BLOCK)
     step = (N + BLOCK - 1) // BLOCK
     at = o * step
     start = tl.load(p_cu + at, mask=at < N, other=0)
     low = (tl.sum(((at < N) & (first_slot(start, at, C) <= slot)).to(tl.int32), 0) - 1) * step
-    if step > 1:
-        low = tl.maximum(low, 0)
-        for block in range(0, step, BLOCK):
-            at = low + block + o
-            inside = (at < N) & (at < low + step)
-            start = tl.load(p_cu + at, mask=inside, other=0)
-            count = tl.sum((inside & (first_slot(start, at, C) <= slot)).to(tl.int32), 0)
-            if block == 0:
-                found = count
-            else:
-                found += count
-        low = low + found - 1
-    return low
+    found = 0
+    for block in range(0, step, BLOCK):
+        at = low + block + o
+        inside = (at < N) & (block + o < step)
+        start = tl.load(p_cu + at, mask=inside, other=0)
+        found += tl.sum((inside & (first_slot(start, at, C) <= slot)).to(tl.int32), 0)
+    return low + found - 1

@@ -9,17 +9,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flash_kda.backends.triton.common import activated_beta, first_slot, log2_decay, rstd
+from flash_kda.backends.triton.common import activated_beta, exp2, first_slot, log2_decay, rstd, token_of_row
 
 
 @triton.jit
-def _fine_dot(a, p_square, acc, C: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
-    """``acc + a X^T`` with X ``[C, C]`` from the workspace: a bfloat16 pair, or float32."""
-    o = tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
-    if SPLIT:
-        acc = tl.dot(a, tl.trans(tl.load(p_square + o)), acc)
-        return tl.dot(a, tl.trans(tl.load(p_square + C * C + o)), acc)
-    return tl.dot(a, tl.trans(tl.load(p_square + o)), acc, input_precision=PRECISION)
+def _halves(x, BV: tl.constexpr, C: tl.constexpr):
+    """Left and right half of ``[BV, 2 C]``; both halves of a thread's registers, so nothing moves."""
+    return tl.split(tl.permute(tl.reshape(x, (BV, 2, C)), (0, 2, 1)))
+
+
+@triton.jit
+def _twice(x, BV: tl.constexpr, C: tl.constexpr):
+    """``[BV, C]`` beside itself, ``[BV, 2 C]``."""
+    return tl.reshape(tl.permute(tl.join(x, x), (0, 2, 1)), (BV, 2 * C))
 
 
 @triton.jit(do_not_specialize=["T", "N", "scale", "lower_bound"])
@@ -29,7 +31,7 @@ def recurrence(
     S0_n, S0_h, S0_v, S0_k, S_n, S_h, S_v, S_k, o_b, o_t, o_h,
     T, N, scale, lower_bound,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, GATE: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr,
+    SEGMENTS: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr,
     QK_L2NORM: tl.constexpr, BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr, PACKED: tl.constexpr,
     HAS_S0: tl.constexpr, STORE_S: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -55,7 +57,7 @@ def recurrence(
         length = T
         slot = n * ((T + C - 1) // C)
         batch = n
-    o_r = tl.arange(0, C)
+    o_r = tl.arange(0, 2 * C)
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
     m_v = o_v < V
@@ -67,32 +69,41 @@ def recurrence(
         S = tl.zeros((BV, BK), tl.float32)
 
     chunk = slot * HV + i_h
-    SQUARE: tl.constexpr = C * C * (2 if SPLIT else 1)
+    WIDTH: tl.constexpr = 2 * C if SPLIT else C
     p_v += batch * v_b + start * v_t + i_h * v_h
     p_o += batch * o_b + start * o_t + i_h * o_h
     p_tiles += chunk * (3 * C * BK)
-    p_squares += chunk * (2 * SQUARE)
+    p_squares += chunk * (2 * C * WIDTH)
     p_decay += chunk * BK
-    o_tile = o_r[:, None] * BK + o_k[None, :]
+    o_time = token_of_row(C, SEGMENTS)
+    # v is loaded with C rows of zeros behind it, to start the sum from which R and the state's part of the output come.
+    o_v_time = tl.reshape(tl.permute(tl.join(o_time, tl.full((C,), 2147483647, tl.int32)), (1, 0)), (2 * C,))
+    p_v_row = p_v + o_v_time.to(tl.int64)[:, None] * v_t + o_v[None, :]
+    p_o_row = p_o + o_time.to(tl.int64)[:, None] * o_t + o_v[None, :]
+    b_v = tl.load(p_v_row, mask=(o_v_time < length)[:, None] & m_v[None, :], other=0.0)
     i = tl.zeros((), tl.int64)
     for first in tl.range(0, length, C, num_stages=STAGES):
         p_tile = p_tiles + i * (3 * C * BK)
-        p_square = p_squares + i * (2 * SQUARE)
-        m = (first + o_r < length)[:, None] & m_v[None, :]
-        o_rows = (first + o_r).to(tl.int64)[:, None]
-        K_plus = tl.load(p_tile + o_tile)
-        Q_plus = tl.load(p_tile + C * BK + o_tile)
-        K_end = tl.load(p_tile + 2 * C * BK + o_tile)
+        p_square = p_squares + i * (2 * C * WIDTH)
+        KQ = tl.load(p_tile + o_r[:, None] * BK + o_k[None, :])
+        K_end = tl.load(p_tile + 2 * C * BK + tl.arange(0, C)[:, None] * BK + o_k[None, :])
+        square = tl.load(p_square + o_r[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :])
         decay = tl.load(p_decay + i * BK + o_k)
-        b_v = tl.load(p_v + o_rows * v_t + o_v[None, :], mask=m, other=0.0)
-        b_S = S.to(TILE)
-        b_o = tl.dot(b_S, tl.trans(Q_plus), input_precision=PRECISION)
-        R = tl.trans(b_v).to(tl.float32) - tl.dot(b_S, tl.trans(K_plus), input_precision=PRECISION)
+        # [V | 0]^T + S^T [-K_plus; Q_plus]^T = [R | state's part of O]^T
+        X = tl.dot(S.to(TILE), tl.trans(KQ), tl.trans(b_v).to(tl.float32), input_precision=PRECISION)
+        # The next v is fetched by hand: the pipeliner would carry it in registers over two iterations, and moving a
+        # value that is still on its way waits for it.
+        p_v_row += C * v_t
+        b_v = tl.load(p_v_row, mask=(o_v_time < length - first - C)[:, None] & m_v[None, :], other=0.0)
+        R, o_of_S = _halves(X, BV, C)
         R = R.to(TILE)
-        U = _fine_dot(R, p_square, tl.zeros((BV, C), tl.float32), C, SPLIT, PRECISION)
-        b_o = _fine_dot(R, p_square + SQUARE, b_o, C, SPLIT, PRECISION)
+        if SPLIT:
+            R = _twice(R, BV, C)
+        U, o_of_U = _halves(tl.dot(R, tl.trans(square), input_precision=PRECISION), BV, C)
         S = tl.dot(U.to(TILE), K_end, S * decay[None, :], input_precision=PRECISION)
-        tl.store(p_o + o_rows * o_t + o_v[None, :], tl.trans(b_o).to(p_o.dtype.element_ty), mask=m)
+        m = (o_time < length - first)[:, None] & m_v[None, :]
+        tl.store(p_o_row, tl.trans(o_of_S + o_of_U).to(p_o.dtype.element_ty), mask=m)
+        p_o_row += C * o_t
         i += HV
 
     # 0 * x is not 0 for a NaN or inf, which a product of matrices has then also carried to earlier rows.
@@ -118,7 +129,7 @@ def recurrence(
             v = tl.load(p_v + (i_t - start) * v_t + o_v, mask=m_v, other=0.0).to(tl.float32)
             k *= rstd(k, QK_L2NORM)
             q *= rstd(q, QK_L2NORM) * scale
-            S *= tl.exp2(tl.where(m_k, log2_decay(g, a, bias, lower_bound, GATE), 0.0))[None, :]
+            S *= exp2(tl.where(m_k, log2_decay(g, a, bias, lower_bound, GATE), 0.0))[None, :]
             u = activated_beta(beta, BETA_IS_LOGIT, NEG_EIGVAL) * (v - tl.sum(S * k[None, :], 1))
             S += u[:, None] * k[None, :]
             row = tl.sum(S * q[None, :], 1)
