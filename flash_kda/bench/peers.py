@@ -1,0 +1,256 @@
+"""What is measured: this library, FLA's ``chunk_kda`` and cuDNN's Hopper engine, all behind one interface.
+
+Whatever a peer wants in another form (layouts, log gates) is made before the clock starts, in its favour, and its note
+says what it therefore does not compute.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import flash_kda
+from flash_kda.bench.harness import Run
+from flash_kda.bench.shapes import Call, boundaries
+from flash_kda.reference import decay
+from flash_kda.types import LowerBoundGate
+
+ALL_INSIDE = "normalisation, gate and sigmoid inside"
+CUDNN_PLAN = "kda_hopper_cuda"
+
+
+class Implementation(Protocol):
+    """One way to compute a prefill.
+
+    Attributes:
+        impl: for the column of a table. backend: the part of it that runs. work: what is computed inside the clock.
+        note: what a reader must know about it, or "".
+    """
+
+    @property
+    def impl(self) -> str: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def work(self) -> str: ...
+    @property
+    def note(self) -> str: ...
+
+    def available(self) -> str | None:
+        """None if it can be imported and run here, otherwise the reason why not."""
+
+    def why_not(self, call: Call) -> str | None:
+        """None if it can compute this call, otherwise the reason why not."""
+
+    def prepare(self, call: Call) -> Run:
+        """A function that computes the call; its results are in the implementation's own layouts."""
+
+    def canonical(self, results: tuple[Tensor, Tensor], call: Call) -> tuple[Tensor, Tensor]:
+        """Results as output ``[B, T, H, D]`` and state ``[N, H, V, K]``."""
+
+
+def _importable(module: str) -> str | None:
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # binary packages fail in many ways; the reason is shown
+        return f"{module} cannot be imported ({type(error).__name__}: {error})"
+    return None
+
+
+def _needs_gpu() -> str | None:
+    return None if torch.cuda.is_available() else "needs an NVIDIA GPU; torch sees none"
+
+
+@dataclass(frozen=True)
+class Ours:
+    """:func:`flash_kda.kda` on a backend."""
+
+    backend: str = "auto"
+    impl: str = "flash_kda"
+    work: str = ALL_INSIDE
+    note: str = ""
+
+    def available(self) -> str | None:
+        return None
+
+    def why_not(self, call: Call) -> str | None:
+        found = flash_kda.explain(flash_kda.Problem.of(call.inputs()), self.backend)
+        return None if found.backend else str(found)
+
+    def prepare(self, call: Call) -> Run:
+        arguments = call.arguments()
+
+        def run() -> tuple[Tensor, Tensor]:
+            o, state = flash_kda.kda(**arguments, backend=self.backend)
+            if state is None:
+                raise RuntimeError("no final state came back")
+            return o, state
+
+        return run
+
+    def canonical(self, results: tuple[Tensor, Tensor], call: Call) -> tuple[Tensor, Tensor]:
+        return results
+
+
+@dataclass(frozen=True)
+class Fla:
+    """``fla.ops.kda.chunk_kda`` with everything in its kernels."""
+
+    impl: str = "fla"
+    backend: str = "chunk_kda"
+    work: str = ALL_INSIDE
+    note: str = "FLA's Triton kernels: safe_gate with the lower-bound gate, state in FLA's own [K, V] layout"
+
+    def available(self) -> str | None:
+        return _needs_gpu() or _importable("fla.ops.kda")
+
+    def why_not(self, call: Call) -> str | None:
+        return None
+
+    def prepare(self, call: Call) -> Run:
+        chunk_kda: Any = importlib.import_module("fla.ops.kda").chunk_kda
+        gate = call.gate
+        bounded = isinstance(gate, LowerBoundGate)
+        cu = None if call.cu_seqlens is None else call.cu_seqlens.long()
+        arguments: dict[str, Any] = {
+            "q": call.q,
+            "k": call.k,
+            "v": call.v,
+            "g": call.g,
+            "beta": call.beta,
+            "A_log": getattr(gate, "A_log", None),
+            "dt_bias": None if (bias := getattr(gate, "dt_bias", None)) is None else bias.flatten(),
+            # FLA hands calls with state_v_first=True to a package named flash_kda, which is this one.
+            "initial_state": call.initial_state.transpose(-1, -2).contiguous(),
+            "state_v_first": False,
+            "output_final_state": True,
+            "use_qk_l2norm_in_kernel": True,
+            "use_gate_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True,
+            "safe_gate": bounded,
+            "lower_bound": gate.lower_bound if isinstance(gate, LowerBoundGate) else None,
+            "cu_seqlens": cu,
+            # Known on the host, so that FLA need not ask the device for it.
+            "cu_seqlens_cpu": None if cu is None else cu.cpu(),
+        }
+
+        def run() -> tuple[Tensor, Tensor]:
+            o, state = chunk_kda(**arguments)
+            return o, state
+
+        return run
+
+    def canonical(self, results: tuple[Tensor, Tensor], call: Call) -> tuple[Tensor, Tensor]:
+        o, state = results
+        return o, state.transpose(-1, -2)
+
+
+@dataclass(frozen=True)
+class Cudnn:
+    """cuDNN frontend's Hopper engine, from ready-made log gates or with everything inside."""
+
+    inside: bool
+    impl: str = "cudnn"
+    backend: str = CUDNN_PLAN
+
+    @property
+    def work(self) -> str:
+        return ALL_INSIDE if self.inside else "log gates, normalised q, k and beta given"
+
+    @property
+    def note(self) -> str:
+        common = "drops history once decay falls below 2^-20, so its time depends on the gates"
+        if self.inside:
+            return f"{common}; its kernel reads fp32 gates, so bf16 ones are widened by a pass of its own"
+        return f"computes neither gate nor normalisation nor sigmoid: fp32 log gates are handed over; {common}"
+
+    def available(self) -> str | None:
+        if (why := _needs_gpu()) is not None:
+            return why
+        if torch.cuda.get_device_capability() != (9, 0):
+            return f"its plan {CUDNN_PLAN} needs compute capability 9.0"
+        return _importable("cudnn.linear_attention.ops")
+
+    def why_not(self, call: Call) -> str | None:
+        if call.q.dtype != torch.bfloat16:
+            return f"takes bfloat16; the tensors are {call.q.dtype}"
+        if self.inside and not isinstance(call.gate, LowerBoundGate):
+            return "has no softplus gate inside"
+        return None
+
+    def prepare(self, call: Call) -> Run:
+        attention: Any = importlib.import_module("cudnn.linear_attention.ops").kimi_delta_attention
+        q, k, v, g, beta = (x.flatten(0, 1) for x in (call.q, call.k, call.v, call.g, call.beta))
+        B, T = call.q.shape[:2]
+        cu = boundaries((T,) * B, q.device) if call.cu_seqlens is None else call.cu_seqlens.int()
+        arguments: dict[str, Any] = {
+            "v": v,
+            "cu_seqlens": cu,
+            "initial_state": call.initial_state,
+            "output_final_state": True,
+            "plan_name": CUDNN_PLAN,
+        }
+        if self.inside and isinstance(call.gate, LowerBoundGate):
+            arguments |= {
+                "q": q,
+                "k": k,
+                "g": g,
+                "beta": beta,
+                "a_log": call.gate.A_log,
+                "dt_bias": call.gate.dt_bias,
+                "gate_lower_bound": call.gate.lower_bound,
+                "safe_gate": True,
+                "use_qk_l2norm_in_kernel": True,
+                "use_beta_sigmoid_in_kernel": True,
+            }
+        else:
+            arguments |= {
+                "q": F.normalize(q.float(), dim=-1).to(q.dtype),
+                "k": F.normalize(k.float(), dim=-1).to(k.dtype),
+                "g": decay(g.float(), call.gate),
+                "beta": beta.float().sigmoid(),
+            }
+
+        def run() -> tuple[Tensor, Tensor]:
+            found = attention(**arguments)
+            return found[0], found[1]
+
+        return run
+
+    def canonical(self, results: tuple[Tensor, Tensor], call: Call) -> tuple[Tensor, Tensor]:
+        o, state = results
+        return o.view_as(call.v), state
+
+
+PEERS: dict[str, tuple[Implementation, ...]] = {"fla": (Fla(),), "cudnn": (Cudnn(inside=True), Cudnn(inside=False))}
+
+
+def find(impl: str, work: str, backend: str) -> Implementation:
+    """The implementation of a row of results."""
+    if impl == "flash_kda":
+        return Ours(backend)
+    for peer in PEERS.get(impl, ()):
+        if peer.work == work:
+            return peer
+    raise ValueError(f"impl, work: got {impl!r}, {work!r}, expected 'flash_kda' or one of {', '.join(PEERS)}")
+
+
+def run_once(implementation: Implementation, call: Call) -> tuple[tuple[Tensor, Tensor], str]:
+    """Compute a call once: canonical results, and the backend that ran.
+
+    Raises:
+        RuntimeError: a peer computed it with this library, or the other way round.
+    """
+    run = implementation.prepare(call)
+    with flash_kda.record_backends() as ran:
+        results = run()
+    if (implementation.impl == "flash_kda") != bool(ran):
+        raise RuntimeError(
+            f"{implementation.impl} was to run, but of flash_kda there ran: {', '.join(ran) or 'nothing'}"
+        )
+    return implementation.canonical(results, call), ran[0] if ran else implementation.backend

@@ -1,0 +1,217 @@
+"""The one registry of named shapes, and the random inputs of a case.
+
+A case is a printable value; its inputs follow from it, the kind of gates and the number of the input set alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from flash_kda.checks import check
+from flash_kda.types import Gate, GateKind, Inputs, LogGate, LowerBoundGate, SoftplusGate
+
+Op: TypeAlias = Literal["prefill", "decode", "train"]
+Gates: TypeAlias = Literal["strong", "slow", "softplus"]
+GATES: tuple[Gates, ...] = ("strong", "slow", "softplus")
+LOWER_BOUND = -5.0
+# The uneven packed batch of FlashKDA's own benchmark: 8192 tokens in six sequences.
+MIXED6 = (1300, 547, 2048, 963, 271, 3063)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape.
+
+    Attributes:
+        name, op: by which it is found.
+        lengths: tokens of each sequence. heads: H = HV.
+        packed: sequences lie one after another along T with ``cu_seqlens``; otherwise they form the batch dimension.
+        head_dim: K = V. seed: of the inputs.
+    """
+
+    name: str
+    op: Op
+    lengths: tuple[int, ...]
+    heads: int
+    packed: bool = False
+    head_dim: int = 128
+    seed: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sequences together."""
+        return sum(self.lengths)
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        """B and T of the tensors."""
+        return (1, self.tokens) if self.packed else (len(self.lengths), self.lengths[0])
+
+    @property
+    def floor_bytes(self) -> int:
+        """Bytes that any forward moves at least: bf16 q, k, v, g, o and beta once, fp32 states in and out once."""
+        per_token_head = 2 * (5 * self.head_dim + 1)
+        states = 2 * 4 * len(self.lengths) * self.head_dim**2
+        return self.heads * (self.tokens * per_token_head + states)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A released model's attention: heads before tensor parallelism, its gate, and the usual parallel sizes."""
+
+    name: str
+    heads: int
+    gate: GateKind
+    parallel: tuple[int, ...]
+
+    @property
+    def heads_per_gpu(self) -> tuple[int, ...]:
+        return tuple(self.heads // n for n in self.parallel)
+
+
+# All have K = V = 128.
+MODELS = (
+    Model("Kimi K3", 96, "lower_bound", (1, 2, 4, 8, 16)),
+    Model("GLM-5.3-Flash", 64, "lower_bound", (1, 2, 4, 8)),
+    Model("Kimi-Linear-48B", 32, "softplus", (1, 2, 4, 8)),
+    Model("Ling-3.0-flash", 32, "lower_bound", (1, 2, 4, 8)),
+)
+
+
+def uniform(op: Op, count: int, tokens: int, heads: int) -> Case:
+    """``count`` sequences of equal length; several are packed."""
+    return Case(f"{count}x{tokens}-h{heads}", op, (tokens,) * count, heads, packed=count > 1)
+
+
+def mixed6(heads: int) -> Case:
+    return Case(f"mixed6-{sum(MIXED6)}-h{heads}", "prefill", MIXED6, heads, packed=True)
+
+
+def decode(batch: int, heads: int) -> Case:
+    """One token for each of ``batch`` sequences."""
+    return Case(f"b{batch}-h{heads}", "decode", (1,) * batch, heads)
+
+
+MODEL_HEADS = sorted({heads for model in MODELS for heads in model.heads_per_gpu}, reverse=True)
+CASES: tuple[Case, ...] = (
+    *(uniform("prefill", 1, 8192, heads) for heads in MODEL_HEADS),
+    *(mixed6(heads) for heads in (64, 96)),
+    *(uniform("prefill", 8, 1024, heads) for heads in (64, 96)),
+    uniform("prefill", 1, 65536, 8),
+    uniform("prefill", 1, 32768, 32),
+    uniform("prefill", 1, 512, 64),
+    uniform("prefill", 32, 256, 32),
+    uniform("prefill", 512, 16, 12),
+    *(decode(batch, heads) for batch, heads in ((1, 12), (32, 12), (128, 12), (256, 32))),
+    *(uniform("train", 1, 8192, heads) for heads in (32, 64)),
+)
+# What `--quick` measures: one long sequence with many and with few heads, uneven and even packed batches.
+QUICK = ("1x8192-h64", "1x8192-h12", "mixed6-8192-h96", "8x1024-h64")
+
+
+def cases(op: Op) -> dict[str, Case]:
+    """The registered cases of one operation, by name."""
+    return {case.name: case for case in CASES if case.op == op}
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Arguments of one prefill: q, k, v, raw g ``[B, T, H, D]``, beta logits ``[B, T, H]``, gate, states, boundaries.
+
+    ``initial_state`` is ``[N, H, D, D]`` in the "vk" layout.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    gate: Gate
+    initial_state: Tensor
+    cu_seqlens: Tensor | None
+
+    def arguments(self) -> dict[str, Any]:
+        """For :func:`flash_kda.kda`, final state included."""
+        return {
+            "q": self.q,
+            "k": self.k,
+            "v": self.v,
+            "g": self.g,
+            "beta": self.beta,
+            "gate": self.gate,
+            "initial_state": self.initial_state,
+            "output_final_state": True,
+            "cu_seqlens": self.cu_seqlens,
+        }
+
+    def inputs(self) -> Inputs:
+        """The checked call, as the references take it."""
+        defaults = {"scale": None, "qk_l2norm": True, "beta_is_logit": True, "allow_neg_eigval": False}
+        return check(**self.arguments(), **defaults, state_layout="vk")  # type: ignore[arg-type]  # a dict of all types
+
+    def first_heads(self, count: int) -> Call:
+        """The same call with only the first ``count`` heads: views, no copies."""
+        gate = self.gate
+        if not isinstance(gate, LogGate):
+            A_log, dt_bias = gate.A_log, gate.dt_bias
+            gate = replace(
+                gate,
+                A_log=None if A_log is None else A_log[:count],
+                dt_bias=None if dt_bias is None else dt_bias[:count],
+            )
+        q, k, v, g, beta = (x[:, :, :count] for x in (self.q, self.k, self.v, self.g, self.beta))
+        return Call(q, k, v, g, beta, gate, self.initial_state[:, :count], self.cu_seqlens)
+
+
+def boundaries(lengths: tuple[int, ...], device: torch.device | str) -> Tensor:
+    """``cu_seqlens`` ``[N + 1]`` int32."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def gate_parameters(gates: Gates, heads: int, dim: int, rng: torch.Generator) -> Gate:
+    """Gate parameters that go with raw gates ~ N(0, 1).
+
+    ``strong``: lower bound -5, A_log and dt_bias ~ U(0, 1): every channel decays by about e^-3 a token on average.
+    ``slow``: the same, but in half of the channels dt_bias ~ U(-8, -6): they remember for hundreds of tokens and more.
+    ``softplus``: A_log = log U(1, 16) and dt_bias = inverse softplus of exp U(log 1e-3, log 1e-1), the initialisation
+    of FLA's layer.
+    """
+
+    def U(shape: tuple[int, ...], low: float, high: float) -> Tensor:
+        return torch.rand(shape, generator=rng, device=rng.device) * (high - low) + low
+
+    if gates == "softplus":
+        dt = U((heads, dim), math.log(1e-3), math.log(1e-1)).exp()
+        return SoftplusGate(U((heads,), 1, 16).log(), dt + torch.log(-torch.expm1(-dt)))
+    A_log, dt_bias = U((heads,), 0, 1), U((heads, dim), 0, 1)
+    if gates == "slow":
+        chosen = torch.rand(heads, dim, generator=rng, device=rng.device).argsort(-1) < dim // 2
+        dt_bias = torch.where(chosen, dt_bias * 2 - 8, dt_bias)
+    return LowerBoundGate(A_log, dt_bias, LOWER_BOUND)
+
+
+def make(case: Case, gates: Gates, device: torch.device | str, index: int = 0) -> Call:
+    """The inputs of a case: bf16 q, k, v, g ~ N(0, 1) and beta logits ~ N(0, 1), fp32 initial states ~ N(0, 1).
+
+    Args:
+        index: which input set; sets differ in every value, so that timing one does not warm the caches for another.
+    """
+    rng = torch.Generator(device).manual_seed(1000 * case.seed + index)
+    B, T = case.batch
+    H, D = case.heads, case.head_dim
+
+    def N(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=rng, device=rng.device, dtype=torch.bfloat16)
+
+    q, k, v, g = (N(B, T, H, D) for _ in range(4))
+    beta = N(B, T, H)
+    gate = gate_parameters(gates, H, D, rng)
+    states = torch.randn(len(case.lengths), H, D, D, generator=rng, device=rng.device)
+    cu_seqlens = boundaries(case.lengths, rng.device) if case.packed else None
+    return Call(q, k, v, g, beta, gate, states, cu_seqlens)
