@@ -38,12 +38,18 @@ def reciprocal(x):
 
 
 @triton.jit
-def log2_decay(raw, a, bias, lower_bound, GATE: tl.constexpr):
-    """Log2 of the decay per token from the raw gate (float32). ``a`` is exp(A_log); NaN stays NaN."""
-    x = raw + bias
+def log2_decay(raw, a, bias, lower_bound, valid, GATE: tl.constexpr):
+    """Log2 of the decay per token from the raw gate (float32); 0 where not ``valid``.
+
+    ``a`` is exp(A_log). A NaN stays a NaN. The mask comes after the activation, since gate(0) is not 0.
+    """
     if GATE == LOWER_BOUND:
-        return (lower_bound * LOG2E) * reciprocal(1.0 + exp2(x * (-a * LOG2E)))
+        # lb sigmoid(a x) as 1 / (e / lb + 1 / lb), e = 2^(-a x log2 e); beyond the end 1 / lb is so large that it gives 0.
+        slope = -a * LOG2E
+        inverse = tl.where(valid, 1.0 / (lower_bound * LOG2E), -3e38)
+        return reciprocal(exp2(raw * slope + bias * slope) * inverse + inverse)
     else:
+        x = raw + bias
         if GATE == SOFTPLUS:
             # softplus(x) = max(x, 0) + log1p(e^-|x|); the series where log2(1 + z) would lose z.
             z = exp2(-tl.abs(x) * LOG2E)
@@ -52,7 +58,7 @@ def log2_decay(raw, a, bias, lower_bound, GATE: tl.constexpr):
             g2 = -a * (tl.where(x < 0.0, 0.0, x) * LOG2E + log1p_2)
         else:
             g2 = x * LOG2E
-        return tl.where(g2 < LOWEST_G2, LOWEST_G2, g2)
+        return tl.where(valid, tl.where(g2 < LOWEST_G2, LOWEST_G2, g2), 0.0)
 
 
 @triton.jit

@@ -69,6 +69,6 @@ def configure(problem: Problem, device: Device) -> Config:
     split = problem.dtype != torch.float32
     BV = min(64 if BK <= 128 else 32, max(16, 1 << (problem.V - 1).bit_length()))
     warps = (2 if BK <= 128 else 4) if split else (4 if BK <= 128 else 8)
-    config = Config(CHUNK, BK, min(BK, 64), BV, split, warps, 4, 1)
+    config = Config(CHUNK, BK, min(BK, 128 if split else 64), BV, split, warps, 4, 1)
     stages = max(1, min(3, (device.shared_memory - 16384) // config.stage_bytes()))
     return replace(config, stages=stages)

@@ -27,10 +27,9 @@ def _to_segments(x, C: tl.constexpr, SEGMENTS: tl.constexpr):
 
 
 @triton.jit
-def _running_sum(g2, totals, C: tl.constexpr, SEGMENTS: tl.constexpr):
-    """Inclusive sum along time of ``[C, B]``, from the totals ``[SEGMENTS, B]``."""
-    o = tl.arange(0, SEGMENTS)
-    before = tl.sum(tl.where((o[:, None] > o[None, :])[:, :, None], totals[None, :, :], 0.0), 1)
+def _sum_from_mid(g2, totals, to_mid, C: tl.constexpr, SEGMENTS: tl.constexpr):
+    """Sum along time of ``[C, B]`` from the chunk's middle to each row, from the totals ``[SEGMENTS, B]``."""
+    before = tl.cumsum(totals, 0) - totals - to_mid[None, :]
     return tl.reshape(tl.cumsum(_to_segments(g2, C, SEGMENTS), 0) + before[None, :, :], g2.shape)
 
 
@@ -99,7 +98,7 @@ def _anchored(
 
     Entries above the diagonal are of no use and may be infinite.
     """
-    from_mid = _running_sum(g2, totals, C, SEGMENTS) - to_mid[None, :]
+    from_mid = _sum_from_mid(g2, totals, to_mid, C, SEGMENTS)
     e = exp2(from_mid)
     k_row = k * e
     q_row = q * e
@@ -198,15 +197,17 @@ def prepare(
     o_r = tl.arange(0, C)
     o_time = token_of_row(C, SEGMENTS)
     m_t = first + o_time < length
-    t = (start + first + o_time)[:, None]
+    t = start + first + o_time
     i_qk = i_h // (HV // H)
+    beta = tl.load(p_beta + batch * beta_b + t * beta_t + i_h * beta_h, mask=m_t, other=0.0).to(tl.float32)
+    t = t[:, None]
     p_q += batch * q_b + t * q_t + i_qk * q_h
     p_k += batch * k_b + t * k_t + i_qk * k_h
     p_g += batch * g_b + t * g_t + i_h * g_h
     o_c = tl.arange(0, BC)
     rk = tl.full((C,), 1.0, tl.float32)
     rq = tl.full((C,), 1.0, tl.float32)
-    if QK_L2NORM:
+    if QK_L2NORM and BC < BK:
         k_squares = tl.zeros((C, BC), tl.float32)
         q_squares = tl.zeros((C, BC), tl.float32)
         for c in tl.range(0, BK, BC, num_stages=1):
@@ -217,7 +218,6 @@ def prepare(
             q_squares += b_q * b_q
         rk = tl.rsqrt(tl.sum(k_squares, 1) + L2NORM_EPS)
         rq = tl.rsqrt(tl.sum(q_squares, 1) + L2NORM_EPS)
-    rq *= scale
     a = 1.0
     if HAS_A_LOG:
         a = tl.exp(tl.load(p_A_log + i_h))
@@ -230,13 +230,17 @@ def prepare(
         o_k = c + o_c
         m = m_t[:, None] & (o_k < K)[None, :]
         b_g = tl.load(p_g + o_k[None, :], mask=m, other=0.0).to(tl.float32)
-        b_k = tl.load(p_k + o_k[None, :], mask=m, other=0.0).to(tl.float32) * rk[:, None]
-        b_q = tl.load(p_q + o_k[None, :], mask=m, other=0.0).to(tl.float32) * rq[:, None]
+        b_k = tl.load(p_k + o_k[None, :], mask=m, other=0.0).to(tl.float32)
+        b_q = tl.load(p_q + o_k[None, :], mask=m, other=0.0).to(tl.float32)
+        if QK_L2NORM and BC == BK:
+            rk = tl.rsqrt(tl.sum(b_k * b_k, 1) + L2NORM_EPS)
+            rq = tl.rsqrt(tl.sum(b_q * b_q, 1) + L2NORM_EPS)
+        b_k *= rk[:, None]
+        b_q *= (rq * scale)[:, None]
         bias = tl.zeros((BC,), tl.float32)
         if HAS_DT_BIAS:
             bias = tl.load(p_dt_bias + i_h * K + o_k, mask=o_k < K, other=0.0)
-        # A row past the end must not decay: masked after the activation, since gate(0) is not 0.
-        g2 = tl.where(m, log2_decay(b_g, a, bias[None, :], lower_bound, GATE), 0.0)
+        g2 = log2_decay(b_g, a, bias[None, :], lower_bound, m_t[:, None], GATE)
         totals = tl.sum(_to_segments(g2, C, SEGMENTS), 0)
         early = tl.sum(tl.where(is_early, totals, 0.0), 0)
         late = tl.sum(tl.where(is_early, 0.0, totals), 0)
@@ -253,8 +257,7 @@ def prepare(
         else:
             qk, kk = _joined(b_q, b_k, g2, qk, kk, p_tile, C * BK, C, SEGMENTS, TILE, PRECISION)
 
-    beta = tl.load(p_beta + batch * beta_b + t * beta_t + i_h * beta_h, mask=m_t[:, None], other=0.0).to(tl.float32)
-    beta = tl.where(m_t, activated_beta(tl.reshape(beta, (C,)), BETA_IS_LOGIT, NEG_EIGVAL), 0.0)
+    beta = tl.where(m_t, activated_beta(beta, BETA_IS_LOGIT, NEG_EIGVAL), 0.0)
     L = tl.where(o_time[:, None] > o_time[None, :], kk, 0.0) * beta[:, None]
     Mqk = tl.where(o_time[:, None] >= o_time[None, :], qk, 0.0)
     T_beta = _unit_inverse(L, C, SEGMENTS, SQUARE, PRECISION) * beta[None, :]

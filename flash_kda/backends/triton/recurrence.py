@@ -76,33 +76,32 @@ def recurrence(
     p_squares += chunk * (2 * C * WIDTH)
     p_decay += chunk * BK
     o_time = token_of_row(C, SEGMENTS)
-    # v is loaded with C rows of zeros behind it, to start the sum from which R and the state's part of the output come.
-    o_v_time = tl.reshape(tl.permute(tl.join(o_time, tl.full((C,), 2147483647, tl.int32)), (1, 0)), (2 * C,))
-    p_v_row = p_v + o_v_time.to(tl.int64)[:, None] * v_t + o_v[None, :]
+    # A product with [I | 0] turns v into the start of the sum from which R and the state's part of the output come. It
+    # is exact, and makes v an operand that is fetched ahead into shared memory like the others.
+    unit = tl.where(tl.arange(0, C)[:, None] == o_r[None, :], 1.0, 0.0).to(TILE)
+    p_v_row = p_v + o_time.to(tl.int64)[:, None] * v_t + o_v[None, :]
     p_o_row = p_o + o_time.to(tl.int64)[:, None] * o_t + o_v[None, :]
-    b_v = tl.load(p_v_row, mask=(o_v_time < length)[:, None] & m_v[None, :], other=0.0)
     i = tl.zeros((), tl.int64)
     for first in tl.range(0, length, C, num_stages=STAGES):
         p_tile = p_tiles + i * (3 * C * BK)
         p_square = p_squares + i * (2 * C * WIDTH)
+        m = (o_time < length - first)[:, None] & m_v[None, :]
+        b_v = tl.load(p_v_row, mask=m, other=0.0)
         KQ = tl.load(p_tile + o_r[:, None] * BK + o_k[None, :])
-        K_end = tl.load(p_tile + 2 * C * BK + tl.arange(0, C)[:, None] * BK + o_k[None, :])
         square = tl.load(p_square + o_r[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :])
+        K_end = tl.load(p_tile + 2 * C * BK + tl.arange(0, C)[:, None] * BK + o_k[None, :])
         decay = tl.load(p_decay + i * BK + o_k)
         # [V | 0]^T + S^T [-K_plus; Q_plus]^T = [R | state's part of O]^T
-        X = tl.dot(S.to(TILE), tl.trans(KQ), tl.trans(b_v).to(tl.float32), input_precision=PRECISION)
-        # The next v is fetched by hand: the pipeliner would carry it in registers over two iterations, and moving a
-        # value that is still on its way waits for it.
-        p_v_row += C * v_t
-        b_v = tl.load(p_v_row, mask=(o_v_time < length - first - C)[:, None] & m_v[None, :], other=0.0)
+        X = tl.dot(tl.trans(b_v), unit, input_precision=PRECISION)
+        X = tl.dot(S.to(TILE), tl.trans(KQ), X, input_precision=PRECISION)
         R, o_of_S = _halves(X, BV, C)
         R = R.to(TILE)
         if SPLIT:
             R = _twice(R, BV, C)
         U, o_of_U = _halves(tl.dot(R, tl.trans(square), input_precision=PRECISION), BV, C)
         S = tl.dot(U.to(TILE), K_end, S * decay[None, :], input_precision=PRECISION)
-        m = (o_time < length - first)[:, None] & m_v[None, :]
         tl.store(p_o_row, tl.trans(o_of_S + o_of_U).to(p_o.dtype.element_ty), mask=m)
+        p_v_row += C * v_t
         p_o_row += C * o_t
         i += HV
 
@@ -129,7 +128,7 @@ def recurrence(
             v = tl.load(p_v + (i_t - start) * v_t + o_v, mask=m_v, other=0.0).to(tl.float32)
             k *= rstd(k, QK_L2NORM)
             q *= rstd(q, QK_L2NORM) * scale
-            S *= exp2(tl.where(m_k, log2_decay(g, a, bias, lower_bound, GATE), 0.0))[None, :]
+            S *= exp2(log2_decay(g, a, bias, lower_bound, m_k, GATE))[None, :]
             u = activated_beta(beta, BETA_IS_LOGIT, NEG_EIGVAL) * (v - tl.sum(S * k[None, :], 1))
             S += u[:, None] * k[None, :]
             row = tl.sum(S * q[None, :], 1)
