@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol, cast
 
 from torch import Tensor
@@ -100,13 +101,20 @@ def run(
     Raises:
         NotImplementedError: no backend fits; the message lists every reason.
     """
-    explanation = explain(Problem.of(inputs), backend)
-    if explanation.backend is None:
-        raise NotImplementedError(str(explanation))
+    problem = Problem.of(inputs)
+    chosen = _choose(problem, backend)
+    if chosen is None:
+        raise NotImplementedError(str(explain(problem, backend)))
     ran = _record.get()
     if ran is not None:
-        ran.append(explanation.backend)
-    return load(explanation.backend).run(inputs, out, final_state)
+        ran.append(chosen)
+    return load(chosen).run(inputs, out, final_state)
+
+
+@lru_cache(maxsize=4096)
+def _choose(problem: Problem, backend: str) -> str | None:
+    """What :func:`explain` chooses, remembered: serving repeats few problems, and asking every backend takes time."""
+    return explain(problem, backend).backend
 
 
 @contextmanager

@@ -7,6 +7,9 @@ import triton.language as tl
 
 # Gates, as constexpr values of the kernels.
 LOG, LOWER_BOUND, SOFTPLUS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# Which chunks a launch of the preparation takes: all, by one anchor, since the gate is bounded; all that one anchor can
+# serve, marking the others; the marked ones, by joins.
+ALL, EASY, HARD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 LOG2E = tl.constexpr(1.4426950408889634)
 # A decay of 2^-200 is zero in float32, and sums of 64 such terms stay finite: minus infinity becomes a plain number.
 LOWEST_G2 = tl.constexpr(-200.0)
@@ -20,10 +23,7 @@ def exp2(x):
     """``2^x`` in one instruction: results below 2^-126 are zero, which spares tl.exp2 its rescaling."""
     if INTERPRETED:
         return tl.exp2(x)
-    else:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -31,10 +31,7 @@ def reciprocal(x):
     """``1 / x`` within one unit in the last place."""
     if INTERPRETED:
         return 1.0 / x
-    else:
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -44,21 +41,20 @@ def log2_decay(raw, a, bias, lower_bound, valid, GATE: tl.constexpr):
     ``a`` is exp(A_log). A NaN stays a NaN. The mask comes after the activation, since gate(0) is not 0.
     """
     if GATE == LOWER_BOUND:
-        # lb sigmoid(a x) as 1 / (e / lb + 1 / lb), e = 2^(-a x log2 e); beyond the end 1 / lb is so large that it gives 0.
+        # lb sigmoid(a x) as 1 / (e / lb + 1 / lb), e = 2^(-a x log2 e); past the end 1 / lb is too large for that.
         slope = -a * LOG2E
         inverse = tl.where(valid, 1.0 / (lower_bound * LOG2E), -3e38)
         return reciprocal(exp2(raw * slope + bias * slope) * inverse + inverse)
+    x = raw + bias
+    if GATE == SOFTPLUS:
+        # softplus(x) = max(x, 0) + log1p(e^-|x|); the series where log2(1 + z) would lose z.
+        z = exp2(-tl.abs(x) * LOG2E)
+        series = z * LOG2E * (1.0 - z * (0.5 - z * (0.33333334 - z * 0.25)))
+        log1p_2 = tl.where(z > 0.05, tl.log2(1.0 + z), series)
+        g2 = -a * (tl.where(x < 0.0, 0.0, x) * LOG2E + log1p_2)
     else:
-        x = raw + bias
-        if GATE == SOFTPLUS:
-            # softplus(x) = max(x, 0) + log1p(e^-|x|); the series where log2(1 + z) would lose z.
-            z = exp2(-tl.abs(x) * LOG2E)
-            series = z * LOG2E * (1.0 - z * (0.5 - z * (0.33333334 - z * 0.25)))
-            log1p_2 = tl.where(z > 0.05, tl.log2(1.0 + z), series)
-            g2 = -a * (tl.where(x < 0.0, 0.0, x) * LOG2E + log1p_2)
-        else:
-            g2 = x * LOG2E
-        return tl.where(valid, tl.where(g2 < LOWEST_G2, LOWEST_G2, g2), 0.0)
+        g2 = x * LOG2E
+    return tl.where(valid, tl.where(g2 < LOWEST_G2, LOWEST_G2, g2), 0.0)
 
 
 @triton.jit
@@ -67,8 +63,7 @@ def rstd(b_x, QK_L2NORM: tl.constexpr):
     n = tl.sum(b_x * b_x, axis=-1)
     if QK_L2NORM:
         return tl.rsqrt(n + L2NORM_EPS)
-    else:
-        return tl.full(n.shape, 1.0, tl.float32)
+    return tl.full(n.shape, 1.0, tl.float32)
 
 
 @triton.jit

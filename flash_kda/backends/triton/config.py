@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -11,64 +13,97 @@ from flash_kda.types import Problem
 CHUNK = 32
 # Sequences whose first slots one vector load compares, when a chunk looks for its sequence.
 SEARCH = 256
+# Shared memory of the recurrence besides the chunks in flight: constants and the transposition of the output.
+FIXED_SHARED_MEMORY = 3584
+MOST_STAGES = 4
 
 
 @dataclass(frozen=True)
 class Device:
-    """Compute capability (90 for 9.0), multiprocessors, and shared memory per block in bytes."""
+    """Compute capability (90 for 9.0), multiprocessors, shared memory in bytes per block and per multiprocessor."""
 
     capability: int
     multiprocessors: int
     shared_memory: int
+    shared_memory_per_multiprocessor: int
 
 
 @dataclass(frozen=True)
 class Config:
-    """How both kernels are launched.
+    """How the kernels are launched.
 
     Attributes:
         C: tokens per chunk. BK: channels per tile, a power of two. BV: value columns per program of the recurrence.
-        BC: channels that the preparation takes at a time.
-        split: whether squares are kept as bfloat16 pairs (bfloat16 tiles), otherwise everything is float32.
-        prepare_warps, recurrence_warps: warps per program. stages: chunks in flight in the recurrence.
+        BC, hard_BC: channels that the preparation takes at a time, for most chunks and for those that one anchor does
+            not serve.
+        split: whether tiles are bfloat16 and squares pairs of them, otherwise everything is float32.
+        prepare_warps, recurrence_warps: warps per program.
+        stages: chunks in flight in the recurrence.
+        recurrence_registers: limit per thread, where more programs per multiprocessor are worth it; None for no limit.
     """
 
     C: int
     BK: int
     BC: int
+    hard_BC: int
     BV: int
     split: bool
     prepare_warps: int
     recurrence_warps: int
     stages: int
+    recurrence_registers: int | None
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element of a tile or square."""
+        return 2 if self.split else 4
 
     @property
     def segments(self) -> int:
-        """Rows of ``[C, BC]`` that one pass of the preparation's threads covers, 16 bytes each."""
-        rows = self.prepare_warps * 32 * 16 // (self.BC * self.tile_bytes)
-        return max(1, min(self.C, rows))
+        """Rows of a tile that one pass of the preparation's threads covers, 16 bytes each; see ``token_of_row``."""
+        rows = self.prepare_warps * 32 * 16 // (self.BC * self.element_bytes)
+        return max(2, min(self.C, rows))
 
     @property
     def square_elements(self) -> int:
         """Elements of one ``[C, C]`` matrix in the workspace."""
         return self.C * self.C * (2 if self.split else 1)
 
-    @property
-    def tile_bytes(self) -> int:
-        return 2 if self.split else 4
 
-    def stage_bytes(self) -> int:
-        """Shared memory of one chunk in flight in the recurrence."""
-        tiles = 3 * self.C * self.BK + 2 * self.square_elements
-        return self.tile_bytes * (tiles + 2 * self.C * self.BV) + 4 * self.BK
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
 
 
+@lru_cache(maxsize=1024)
 def configure(problem: Problem, device: Device) -> Config:
-    """The configuration for a problem with K and V of at most 256."""
-    BK = max(16, 1 << (problem.K - 1).bit_length())
+    """The configuration for a problem with K and V of at most 256.
+
+    Args:
+        problem: its ``T`` and ``N`` serve as a guess of the sequences' length when they are packed.
+    """
+    HV, N = problem.HV or problem.H, max(1, problem.N or problem.B)
+    BK = max(16, _power_of_two(problem.K))
     split = problem.dtype != torch.float32
-    BV = min(64 if BK <= 128 else 32, max(16, 1 << (problem.V - 1).bit_length()))
-    warps = (2 if BK <= 128 else 4) if split else (4 if BK <= 128 else 8)
-    config = Config(CHUNK, BK, min(BK, 128 if split else 64), BV, split, warps, 4, 1)
-    stages = max(1, min(3, (device.shared_memory - 16384) // config.stage_bytes()))
-    return replace(config, stages=stages)
+    BV = min(64 if BK <= 128 else 32, max(16, _power_of_two(problem.V)))
+    programs = N * HV * math.ceil(problem.V / BV)
+    chunks = max(1, math.ceil(problem.B * problem.T / N / CHUNK))
+    tiles = (3 * CHUNK * BK + 2 * CHUNK * CHUNK * (2 if split else 1) + CHUNK * BV) * (2 if split else 4)
+    stage = tiles + 4 * BK
+    # One program has a multiprocessor to itself while there are enough; then two share it, each with less in flight.
+    alone = programs <= device.multiprocessors
+    room = device.shared_memory if alone else device.shared_memory_per_multiprocessor // 2 - 1024
+    most = min(MOST_STAGES, (min(room, device.shared_memory) - FIXED_SHARED_MEMORY) // stage)
+    stages = max(1, min(most, chunks))
+    return Config(
+        C=CHUNK,
+        BK=BK,
+        BC=BK if split else min(BK, 64),
+        hard_BC=min(BK, 32),
+        BV=BV,
+        split=split,
+        prepare_warps=(2 if BK <= 128 else 4) if split else (4 if BK <= 128 else 8),
+        recurrence_warps=4,
+        stages=stages,
+        # A sequence of one chunk waits for memory alone: what counts is how many are under way.
+        recurrence_registers=168 if chunks == 1 and split and BK <= 128 else None,
+    )

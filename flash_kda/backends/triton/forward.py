@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flash_kda.backends.triton import common
 from flash_kda.backends.triton.config import SEARCH, Config, Device, configure
+from flash_kda.backends.triton.launch import run
 from flash_kda.backends.triton.prepare import prepare
 from flash_kda.backends.triton.recurrence import recurrence
 from flash_kda.types import Gate, Inputs, LogGate, LowerBoundGate, Problem
@@ -22,7 +23,7 @@ GATES = {"log": common.LOG.value, "lower_bound": common.LOWER_BOUND.value, "soft
 def device_facts(index: int) -> Device:
     p = torch.cuda.get_device_properties(index)
     shared = int(getattr(p, "shared_memory_per_block_optin", p.shared_memory_per_block))
-    return Device(p.major * 10 + p.minor, p.multi_processor_count, shared)
+    return Device(p.major * 10 + p.minor, p.multi_processor_count, shared, int(p.shared_memory_per_multiprocessor))
 
 
 def gate_parameters(gate: Gate) -> tuple[Tensor | None, Tensor | None]:
@@ -34,8 +35,6 @@ def options(inputs: Inputs, config: Config) -> dict[str, object]:
     """Compile-time arguments that both kernels share."""
     A_log, dt_bias = gate_parameters(inputs.gate)
     return {
-        "H": inputs.q.shape[2],
-        "HV": inputs.v.shape[2],
         "K": inputs.q.shape[3],
         "V": inputs.v.shape[3],
         "C": config.C,
@@ -75,42 +74,44 @@ def state_strides(S: Tensor, layout: str) -> tuple[int, int, int, int]:
     return (n, h, a, b) if layout == "vk" else (n, h, b, a)
 
 
-def launch(inputs: Inputs, config: Config, out: Tensor, final: Tensor | None, **extra: object) -> None:
+def launch(inputs: Inputs, config: Config, out: Tensor, final: Tensor | None) -> None:
     """Write the output and, if given, the final state. T and N are at least 1."""
     q, k, v, g, beta, gate = inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.gate
-    T = q.shape[1]
-    HV, V = v.shape[2:]
-    C, BK = config.C, config.BK
-    n_slots = slots(inputs, C)
+    T, HV, V = q.shape[1], v.shape[2], v.shape[3]
+    C, BK, N = config.C, config.BK, inputs.num_sequences
+    chunks = slots(inputs, C) * HV
     tile_dtype = torch.bfloat16 if config.split else torch.float32
-    tiles = q.new_empty(n_slots * HV * 3 * C * BK, dtype=tile_dtype)
-    squares = q.new_empty(n_slots * HV * 2 * config.square_elements, dtype=tile_dtype)
-    decay = q.new_empty(n_slots * HV * BK, dtype=torch.float32)
-    shared = options(inputs, config)
-    lower_bound = gate.lower_bound if isinstance(gate, LowerBoundGate) else 0.0
+    tiles = q.new_empty(chunks * 3 * C * BK, dtype=tile_dtype)
+    squares = q.new_empty(chunks * 2 * config.square_elements, dtype=tile_dtype)
+    decay = q.new_empty(chunks * BK, dtype=torch.float32)
     A_log, dt_bias = gate_parameters(gate)
-    A_log = decay if A_log is None else A_log
-    dt_bias = decay if dt_bias is None else dt_bias
-    cu = decay if inputs.cu_seqlens is None else inputs.cu_seqlens
-    N = inputs.num_sequences
-    prepare[(n_slots * HV,)](
-        q, k, g, beta, A_log, dt_bias, cu, tiles, squares, decay, out,
-        *q.stride()[:3], *k.stride()[:3], *g.stride()[:3], *beta.stride(), *out.stride()[:3],
-        T, N, inputs.scale, lower_bound,
-        **shared, BC=config.BC, SEARCH=SEARCH, ANCHORED=gate.kind == "lower_bound", SQUARE=square_operand(inputs, config), num_warps=config.prepare_warps, **extra,
-    )  # fmt: skip
+    # An argument that a kernel does not read still needs a pointer: decay stands in for those that are absent.
+    A_log = decay if A_log is None else A_log.contiguous()
+    dt_bias = decay if dt_bias is None else dt_bias.contiguous()
+    cu = decay if inputs.cu_seqlens is None else inputs.cu_seqlens.contiguous()
+    row_strides = (*q.stride()[:3], *k.stride()[:3])
+    gate_strides = (*g.stride()[:3], *beta.stride())
+    lower_bound = gate.lower_bound if isinstance(gate, LowerBoundGate) else 0.0
+    numbers = (T, N, HV, HV // q.shape[2], inputs.scale, float(lower_bound))
+    shared = options(inputs, config)
+    bounded = gate.kind == "lower_bound"
+    hard = decay if bounded else q.new_empty(chunks, dtype=torch.int8)
+    easy_and_hard = ((common.EASY.value, BK), (common.HARD.value, config.hard_BC))
+    for which, BC in ((common.ALL.value, config.BC),) if bounded else easy_and_hard:
+        tensors: tuple[Tensor, ...] = (q, k, g, beta, A_log, dt_bias, cu, tiles, squares, decay, hard, out)
+        strides: tuple[int, ...] = (*row_strides, *gate_strides, *out.stride()[:3])
+        constants = {"BC": BC, "SEARCH": SEARCH, "CHUNKS": which, "SQUARE": square_operand(inputs, config)}
+        run(prepare, chunks, tensors, strides, numbers, shared | constants, config.prepare_warps)
     S0 = inputs.initial_state
     S0_strides = (0, 0, 0, 0) if S0 is None else state_strides(S0, inputs.state_layout)
     S_strides = (0, 0, 0, 0) if final is None else state_strides(final, inputs.state_layout)
-    recurrence[(N * HV * math.ceil(V / config.BV),)](
-        q, k, v, g, beta, A_log, dt_bias, cu, tiles, squares, decay,
-        decay if S0 is None else S0, decay if final is None else final, out,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3], *beta.stride(),
-        *S0_strides, *S_strides, *out.stride()[:3],
-        T, N, inputs.scale, lower_bound,
-        **shared, BV=config.BV, HAS_S0=S0 is not None, STORE_S=final is not None,
-        STAGES=config.stages, num_warps=config.recurrence_warps,
-    )  # fmt: skip
+    states = (decay if S0 is None else S0, decay if final is None else final)
+    tensors = (q, k, v, g, beta, A_log, dt_bias, cu, tiles, squares, decay, *states, out)
+    strides = (*row_strides, *v.stride()[:3], *gate_strides, *S0_strides, *S_strides, *out.stride()[:3])
+    constants = {"BV": config.BV, "HAS_S0": S0 is not None, "STORE_S": final is not None, "STAGES": config.stages}
+    programs = N * HV * math.ceil(V / config.BV)
+    warps, registers = config.recurrence_warps, config.recurrence_registers
+    run(recurrence, programs, tensors, strides, numbers, shared | constants, warps, registers)
 
 
 def forward(inputs: Inputs, out: Tensor | None, final: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -124,5 +125,7 @@ def forward(inputs: Inputs, out: Tensor | None, final: Tensor | None) -> tuple[T
         if final is not None:
             final.zero_() if inputs.initial_state is None else final.copy_(inputs.initial_state)
         return out, final
-    launch(inputs, configure(Problem.of(inputs), device_facts(inputs.q.device.index)), out, final)
+    device = inputs.q.device
+    with torch.cuda.device(device):
+        launch(inputs, configure(Problem.of(inputs), device_facts(device.index)), out, final)
     return out, final

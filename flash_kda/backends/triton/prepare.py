@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 
 from flash_kda.backends.triton.common import (
+    EASY,
+    HARD,
     L2NORM_EPS,
     activated_beta,
     exp2,
@@ -140,15 +142,15 @@ def _store_square(p, b_x, first_row, C: tl.constexpr, SPLIT: tl.constexpr):
         tl.store(p + o + C, (b_x - high.to(tl.float32)).to(p.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["T", "N", "lower_bound", "scale"])
+@triton.jit(do_not_specialize=["T", "N", "HV", "GROUP", "lower_bound", "scale"])
 def prepare(
-    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_tiles, p_squares, p_decay, p_o,
+    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_tiles, p_squares, p_decay, p_hard, p_o,
     q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, o_b, o_t, o_h,
-    T, N, scale, lower_bound,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    T, N, HV, GROUP, scale, lower_bound,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     GATE: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, QK_L2NORM: tl.constexpr,
     BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr, PACKED: tl.constexpr, SEARCH: tl.constexpr,
-    BC: tl.constexpr, SEGMENTS: tl.constexpr, ANCHORED: tl.constexpr, TILE: tl.constexpr, SQUARE: tl.constexpr,
+    BC: tl.constexpr, SEGMENTS: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, SQUARE: tl.constexpr,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One (chunk, value head).
@@ -162,17 +164,25 @@ def prepare(
         p_decay: ``[slots, HV, BK]`` float32, the decay of the whole chunk.
         p_o: ``[B, T, HV, V]``; if PACKED, rows past the last sequence are set to zero here.
         BC: channels at a time. SEGMENTS: see token_of_row.
-        ANCHORED: no half of a chunk can decay by 2^-120 or more.
+        p_hard: ``[slots, HV]`` int8, set by a launch over EASY chunks: one anchor does not serve the chunk, since a
+            half of it decays by 2^-120 or more.
+        GROUP: value heads per query/key head. CHUNKS: ALL, EASY or HARD. EASY needs BC = BK.
         SQUARE: dtype of the operands that make the squares.
     """
     pid = tl.program_id(0)
     i_s = (pid // HV).to(tl.int64)
     i_h = pid % HV
+    if CHUNKS == HARD:
+        is_easy = tl.load(p_hard + i_s * HV + i_h) == 0
+        if is_easy:
+            return
     if PACKED:
         end = tl.load(p_cu + N).to(tl.int64)
         row0 = (i_s - N) * C
         if row0 + C > end:
             # No sequence uses this slot: it clears the rows that belong to none.
+            if CHUNKS == EASY:
+                tl.store(p_hard + i_s * HV + i_h, 0)
             o_row = row0 + tl.arange(0, C)
             o_v = tl.arange(0, 64)
             for v in range(0, V, 64):
@@ -192,13 +202,15 @@ def prepare(
         start = tl.zeros((), tl.int64)
         length = T.to(tl.int64)
     if first >= length:
+        if CHUNKS == EASY:
+            tl.store(p_hard + i_s * HV + i_h, 0)
         return
 
     o_r = tl.arange(0, C)
     o_time = token_of_row(C, SEGMENTS)
     m_t = first + o_time < length
     t = start + first + o_time
-    i_qk = i_h // (HV // H)
+    i_qk = i_h // GROUP
     beta = tl.load(p_beta + batch * beta_b + t * beta_t + i_h * beta_h, mask=m_t, other=0.0).to(tl.float32)
     t = t[:, None]
     p_q += batch * q_b + t * q_t + i_qk * q_h
@@ -244,18 +256,15 @@ def prepare(
         totals = tl.sum(_to_segments(g2, C, SEGMENTS), 0)
         early = tl.sum(tl.where(is_early, totals, 0.0), 0)
         late = tl.sum(tl.where(is_early, 0.0, totals), 0)
+        if CHUNKS == EASY:
+            # What this launch stores for a hard chunk is of no use, and is overwritten.
+            tl.store(p_hard + chunk, (tl.min(tl.minimum(early, late)) <= -120.0).to(tl.int8))
         tl.store(p_decay + chunk * BK + o_k, exp2(early + late))
         p_tile = p_tiles + chunk * (3 * C * BK) + o_r[:, None] * BK + o_k[None, :]
-        if ANCHORED:
-            qk, kk = _anchored(
-                b_q, b_k, g2, totals, early, late, qk, kk, p_tile, C * BK, C, SEGMENTS, TILE, PRECISION
-            )
-        elif tl.min(tl.minimum(early, late)) > -120.0:
-            qk, kk = _anchored(
-                b_q, b_k, g2, totals, early, late, qk, kk, p_tile, C * BK, C, SEGMENTS, TILE, PRECISION
-            )
-        else:
+        if CHUNKS == HARD:
             qk, kk = _joined(b_q, b_k, g2, qk, kk, p_tile, C * BK, C, SEGMENTS, TILE, PRECISION)
+        else:
+            qk, kk = _anchored(b_q, b_k, g2, totals, early, late, qk, kk, p_tile, C * BK, C, SEGMENTS, TILE, PRECISION)
 
     beta = tl.where(m_t, activated_beta(beta, BETA_IS_LOGIT, NEG_EIGVAL), 0.0)
     L = tl.where(o_time[:, None] > o_time[None, :], kk, 0.0) * beta[:, None]

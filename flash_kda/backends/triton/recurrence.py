@@ -24,13 +24,13 @@ def _twice(x, BV: tl.constexpr, C: tl.constexpr):
     return tl.reshape(tl.permute(tl.join(x, x), (0, 2, 1)), (BV, 2 * C))
 
 
-@triton.jit(do_not_specialize=["T", "N", "scale", "lower_bound"])
+@triton.jit(do_not_specialize=["T", "N", "HV", "GROUP", "scale", "lower_bound"])
 def recurrence(
     p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_tiles, p_squares, p_decay, p_S0, p_S, p_o,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
     S0_n, S0_h, S0_v, S0_k, S_n, S_h, S_v, S_k, o_b, o_t, o_h,
-    T, N, scale, lower_bound,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    T, N, HV, GROUP, scale, lower_bound,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     SEGMENTS: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr,
     QK_L2NORM: tl.constexpr, BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr, PACKED: tl.constexpr,
     HAS_S0: tl.constexpr, STORE_S: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
@@ -76,9 +76,10 @@ def recurrence(
     p_squares += chunk * (2 * C * WIDTH)
     p_decay += chunk * BK
     o_time = token_of_row(C, SEGMENTS)
-    # A product with [I | 0] turns v into the start of the sum from which R and the state's part of the output come. It
-    # is exact, and makes v an operand that is fetched ahead into shared memory like the others.
-    unit = tl.where(tl.arange(0, C)[:, None] == o_r[None, :], 1.0, 0.0).to(TILE)
+    # A product with -I turns v into the layout of the other products. It is exact, and makes v an operand that is
+    # fetched ahead into shared memory like the others. The sign keeps the sum that follows from being folded into this
+    # product, which must not wait for the state.
+    minus_unit = tl.where(tl.arange(0, C)[:, None] == tl.arange(0, C)[None, :], -1.0, 0.0).to(p_v.dtype.element_ty)
     p_v_row = p_v + o_time.to(tl.int64)[:, None] * v_t + o_v[None, :]
     p_o_row = p_o + o_time.to(tl.int64)[:, None] * o_t + o_v[None, :]
     i = tl.zeros((), tl.int64)
@@ -91,11 +92,10 @@ def recurrence(
         square = tl.load(p_square + o_r[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :])
         K_end = tl.load(p_tile + 2 * C * BK + tl.arange(0, C)[:, None] * BK + o_k[None, :])
         decay = tl.load(p_decay + i * BK + o_k)
-        # [V | 0]^T + S^T [-K_plus; Q_plus]^T = [R | state's part of O]^T
-        X = tl.dot(tl.trans(b_v), unit, input_precision=PRECISION)
-        X = tl.dot(S.to(TILE), tl.trans(KQ), X, input_precision=PRECISION)
-        R, o_of_S = _halves(X, BV, C)
-        R = R.to(TILE)
+        minus_v = tl.dot(tl.trans(b_v), minus_unit, input_precision=PRECISION)
+        # S^T [-K_plus; Q_plus]^T = [R - V | state's part of O]^T
+        R, o_of_S = _halves(tl.dot(S.to(TILE), tl.trans(KQ), input_precision=PRECISION), BV, C)
+        R = (R - minus_v).to(TILE)
         if SPLIT:
             R = _twice(R, BV, C)
         U, o_of_U = _halves(tl.dot(R, tl.trans(square), input_precision=PRECISION), BV, C)
@@ -112,7 +112,7 @@ def recurrence(
         else:
             S = tl.zeros((BV, BK), tl.float32)
         m_k = o_k < K
-        i_qk = i_h // (HV // H)
+        i_qk = i_h // GROUP
         a = 1.0
         if HAS_A_LOG:
             a = tl.exp(tl.load(p_A_log + i_h))
