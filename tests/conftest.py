@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+
+from flash_kda import dispatch
 
 # The cases are small: one thread is faster than two that wait for each other.
 torch.set_num_threads(1)
@@ -16,3 +20,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def fresh_choices() -> Iterator[None]:
+    """Choices of backends are remembered; a test that changes the backends must not meet or leave one."""
+    dispatch._choose.cache_clear()
+    yield
+    dispatch._choose.cache_clear()

@@ -422,7 +422,8 @@ def test_peers_say_why_they_are_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     assert "needs compute capability 9.0" in str(peers.Cudnn(inside=True).available())
-    monkeypatch.setitem(sys.modules, "fla", None)
+    for name in ("fla", "fla.ops", "fla.ops.kda"):
+        monkeypatch.setitem(sys.modules, name, None)
     assert "fla.ops.kda cannot be imported" in str(peers.Fla().available())
 
 

@@ -58,14 +58,6 @@ def test_explain_gives_a_reason_for_every_other_backend() -> None:
             assert answer.reasons["cpu"] == f"backend={asked!r} was asked for"
 
 
-@pytest.fixture(autouse=True)
-def fresh_choices() -> Any:
-    """Choices are remembered; a test that changes the backends must not meet or leave one."""
-    dispatch._choose.cache_clear()
-    yield
-    dispatch._choose.cache_clear()
-
-
 def test_explain_refuses_unknown_names() -> None:
     with pytest.raises(ValueError, match=r"^backend: got 'gpu', expected 'auto' or one of .*'cpu'"):
         flash_kda.explain(flash_kda.Problem(), "gpu")
