@@ -7,7 +7,7 @@ the settings of ``flash_kda.bench.accuracy`` (T = 8192, H = 2, one sequence | si
 
 from __future__ import annotations
 
-SOURCE = "FlashKDA, source build, measured 2026-07 on an NVIDIA H200; not of this run"
+SOURCE = "FlashKDA, source of 2026-07, measured 2026-11 on an NVIDIA H200; not of this run"
 # Its gate is the lower-bound one, and its speed does not depend on the values.
 GATES = ("strong", "slow")
 

@@ -70,7 +70,9 @@ def prepare(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, keep: bool = False) -
     """
     C, K = q.shape[-2:]
     a, K_plus, Q_plus = (torch.empty(q.shape, dtype=q.dtype) for _ in range(3))
-    torch.exp(g, out=a)
+    # torch.sum orders its terms by the shape of the whole tensor; sums of halves depend on the chunk alone.
+    G = g.contiguous()
+    torch.exp(G, out=a)
     torch.mul(k, a, out=K_plus)
     torch.mul(q, a, out=Q_plus)
     K_end, decay = k.clone(memory_format=torch.contiguous_format), a
@@ -79,6 +81,7 @@ def prepare(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, keep: bool = False) -
     h = 1
     while h < C:
         decay_early, decay_late = decay.view(-1, 2, K).unbind(1)
+        G_early, G_late = G.view(-1, 2, K).unbind(1)
         K_early, _ = _halves(K_end, h)
         (_, K_late), (_, Q_late) = _halves(K_plus, h), _halves(Q_plus, h)
         columns = K_early.transpose(1, 2)
@@ -91,11 +94,12 @@ def prepare(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, keep: bool = False) -
         Q_late.mul_(decay_early[:, None])
         K_early.mul_(decay_late[:, None])
         decay = decay_early * decay_late
+        G = G_early + G_late
         h *= 2
     L = P * beta[..., None]
     eye = torch.eye(C, dtype=L.dtype).expand_as(L)
     T = torch.linalg.solve_triangular(L, eye, upper=False, unitriangular=True)
-    return Prepared(K_plus, Q_plus, K_end, P, Mqk, T, beta, g.sum(2).exp(), tuple(joins))
+    return Prepared(K_plus, Q_plus, K_end, P, Mqk, T, beta, G.exp().view(*q.shape[:2], K), tuple(joins))
 
 
 def walk(S: Tensor, v: Tensor, p: Prepared) -> tuple[Tensor, list[Tensor]]:

@@ -99,7 +99,11 @@ def recurrence(
         if SPLIT:
             R = _twice(R, BV, C)
         U, o_of_U = _halves(tl.dot(R, tl.trans(square), input_precision=PRECISION), BV, C)
-        S = tl.dot(U.to(TILE), K_end, S * decay[None, :], input_precision=PRECISION)
+        b_U = U.to(TILE)
+        S = tl.dot(b_U, K_end, S * decay[None, :], input_precision=PRECISION)
+        if SPLIT:
+            # What the rounding of U lost: the state keeps it for as long as the gate is slow.
+            S = tl.dot((U - b_U.to(tl.float32)).to(TILE), K_end, S)
         tl.store(p_o_row, tl.trans(o_of_S + o_of_U).to(p_o.dtype.element_ty), mask=m)
         p_v_row += C * v_t
         p_o_row += C * o_t
