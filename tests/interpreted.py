@@ -1,0 +1,215 @@
+"""The Triton kernels in Triton's interpreter, on CPU tensors: ``python interpreted.py [name ...]`` prints JSON.
+
+The interpreter is chosen by TRITON_INTERPRET=1 when triton is first imported, so these cases have a process of their
+own. The output maps the name of each case to null, or to what went wrong.
+
+Inputs and states are float32 throughout: the interpreter multiplies the bit patterns of bfloat16 as integers, and
+truncates where it should round to bfloat16.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from functools import partial
+from unittest import mock
+
+import torch
+from cases import Call, Case, inputs_of, oracle, spans_of
+from compare import assert_outputs, assert_same_bits, assert_states
+from torch import Tensor
+
+from flash_kda.backends.triton.config import Device, configure
+from flash_kda.types import Problem
+
+TOLERANCE = 2e-5
+H200 = Device(90, 132, 232448, 233472)
+
+
+def launch(call: Call, out: Tensor, final: Tensor | None, *, finite: bool = True) -> None:
+    """Both kernels. The recurrence must go through the tokens one by one if and only if its state is not ``finite``."""
+    from flash_kda.backends.triton import forward, recurrence
+
+    inputs = inputs_of(call)
+    # Only that loop computes gates in the recurrence.
+    with mock.patch.object(recurrence, "log2_decay", wraps=recurrence.log2_decay) as one_by_one:
+        forward.launch(inputs, configure(Problem.of(inputs), H200), out, final)
+    assert one_by_one.called != finite, "token by token" if finite else "not token by token"
+
+
+def run(
+    call: Call, out: Tensor | None = None, final: Tensor | None = None, *, finite: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`launch` with NaN in everything that the kernels must write first."""
+    inputs = inputs_of(call)
+    if out is None:
+        out = torch.empty(inputs.v.shape)
+    if final is None and inputs.output_final_state:
+        final = torch.empty(inputs.state_shape, dtype=inputs.state_dtype)
+    for x in (out, final):
+        if x is not None:
+            x.fill_(math.nan)
+    launch(call, out, final, finite=finite)
+    return out, final
+
+
+def check(call: Call, out: Tensor | None = None, final: Tensor | None = None, *, tolerance: float = TOLERANCE) -> None:
+    """Output and final states against the definition in float64."""
+    o, state = run(call, out, final)
+    expected, expected_state = oracle(call)
+    assert_outputs(o, expected, call, tolerance)
+    assert (state is None) == (not call["output_final_state"])
+    if state is not None:
+        assert_states(state, expected_state, tolerance)
+
+
+def constant_gate(g: float) -> None:
+    """Log gates on both sides of what one anchor can serve: half a chunk decays by 2^-119 or 2^-121.
+
+    Sums of log2 decays then reach 238, where one float32 rounding is 1e-5 and 32 additions cost up to 2e-4.
+    """
+    call = Case(gate="log", T=64).build()
+    check(call | {"g": torch.full_like(call["g"], g)}, tolerance=2e-4)
+
+
+def slow_and_hostile() -> None:
+    """One sequence with chunks of either kind, and a channel that forgets everything at every token."""
+    call = Case(gate="log", strength="hostile", T=96, K=20).build()
+    g = call["g"].clone()
+    g[:, 32:64] = -0.01 * torch.rand_like(g[:, 32:64])
+    g[:, 64:, :, 3] = -math.inf
+    check(call | {"g": g})
+
+
+def strided() -> None:
+    """Inputs, output and final state that are parts of larger tensors, with heads before tokens."""
+    case = Case(B=2, T=40, H=2, HV=4, K=20, V=40)
+    call = case.build()
+    for name in ("q", "k", "v", "g"):
+        x = call[name]
+        wide = torch.full((x.shape[0], x.shape[2], x.shape[1], x.shape[3] + 3), math.nan)
+        call[name] = wide.transpose(1, 2)[..., 1:-2].copy_(x)
+    wide = torch.full((2, 4, 40, 2), math.nan)
+    call["beta"] = wide[..., 1].transpose(1, 2).copy_(call["beta"])
+    call["initial_state"] = call["initial_state"].transpose(0, 1).contiguous().transpose(0, 1)
+    out = torch.empty(2, 4, 40, 43).transpose(1, 2)[..., 2:-1]
+    final = torch.empty(4, 2, 40, 22).transpose(0, 1)[..., :20]
+    check(call, out, final)
+
+
+def in_place() -> None:
+    """The final state overwrites the initial one."""
+    call = Case(T=40, V=40).build()
+    given = call["initial_state"].clone()
+    o, state = run(call)
+    launch(call, out := torch.empty_like(o), call["initial_state"])
+    assert_same_bits(out, o, "o")
+    assert_same_bits(call["initial_state"], state, "state")
+    assert not torch.equal(call["initial_state"], given)
+
+
+def spoilt(name: str, gate: str, value: float) -> None:
+    """One value at token 40 of the first sequence: what comes before and the other sequence do not notice."""
+    call = Case(lengths=(50, 20), gate=gate, H=1, HV=2, tail=3).build()
+    o, state = run(call)
+    x = call[name].clone()
+    x[0, 40].view(-1)[0] = value
+    bad = call | {name: x}
+    # A query enters no state.
+    o2, state2 = run(bad, finite=name == "q")
+    assert state is not None
+    assert state2 is not None
+    assert not o2[0, 40].isfinite().all(), "the poison had no effect"
+    assert_outputs(o2, oracle(bad)[0], bad, TOLERANCE)
+    assert_states(state2, oracle(bad)[1], TOLERANCE)
+    _, first, end = spans_of(call)[1]
+    assert_same_bits(o2[0, first:end], o[0, first:end], "o of the other sequence")
+    assert_same_bits(state2[1], state[1], "the other state")
+
+
+def same_bits() -> None:
+    """Two runs agree bit for bit, and a sequence does not depend on its neighbours' lengths."""
+    call = Case(lengths=(33, 0, 64, 5), gate="softplus", strength="strong").build()
+    o, state = run(call)
+    o2, state2 = run(call)
+    assert_same_bits(o2, o, "o")
+    assert_same_bits(state2, state, "state")
+    one = {name: call[name][:, 33:97] for name in ("q", "k", "v", "g", "beta")}
+    o3, state3 = run(call | one | {"initial_state": call["initial_state"][2:3], "cu_seqlens": None})
+    assert state is not None
+    assert_same_bits(o3, o[:, 33:97], "o alone")
+    assert_same_bits(state3, state[2:3], "state alone")
+
+
+_PLAIN = (
+    *(Case(gate="lower_bound", strength=s, K=20, V=40) for s in ("strong", "slow", "saturated")),
+    *(Case(gate="softplus", strength=s, T=40) for s in ("strong", "slow", "saturated")),
+    *(Case(gate="log", strength=s, T=40, K=20, V=40) for s in ("strong", "slow", "saturated", "hostile")),
+    Case(gate="log", strength="hostile", K=64, V=16, T=33, H=1),
+    Case(gate="softplus", A_log=False, dt_bias=None, T=33),
+    Case(A_log=False, dt_bias=None, T=33),
+    Case(lower_bound=-0.01, dt_bias="flat", T=33),
+    Case(B=2, T=70, H=1, HV=3, K=20, V=70),
+    Case(T=1, initial=False),
+    Case(T=32, H=1, K=128, V=128),
+    Case(T=33, H=1, K=140, V=20),
+    Case(T=33, H=1, K=140, V=20, gate="log", strength="hostile"),
+    Case(lengths=(0, 5, 0, 65, 32, 0), tail=40, K=20, V=70, HV=4),
+    Case(lengths=(0, 5, 33, 0), tail=3, gate="log", strength="hostile", layout="kv", cu_dtype="int32"),
+    Case(lengths=(30, 40), gate="softplus", layout="kv", initial=False),
+    Case(lengths=(32, 5)),
+    Case(lengths=(0, 0), tail=5),
+    Case(lengths=(1,) * 12, T=12, H=1, gate="softplus"),
+    Case(T=33, K=20, V=40, layout="kv"),
+    Case(T=33, initial=False, final=False),
+    Case(neg=True, strength="slow", T=40),
+    Case(l2norm=False, T=40),
+    Case(l2norm=False, K=140, H=1, T=33),
+    Case(logit=False, T=33),
+    Case(l2norm=False, logit=False, gate="log", scale=-0.3, T=40),
+)
+CASES: dict[str, Callable[[], None]] = {
+    **{str(case): partial(lambda case: check(case.build()), case) for case in _PLAIN},
+    **{f"constant g={g}": partial(constant_gate, g) for g in (-5.15, -5.25)},
+    "slow and hostile": slow_and_hostile,
+    "strided": strided,
+    "in place": in_place,
+    "same bits": same_bits,
+    **{
+        f"spoilt {name} {gate} {value}": partial(spoilt, name, gate, value)
+        for name, gate, value in (
+            *((name, "lower_bound", math.nan) for name in ("q", "k", "v", "g", "beta")),
+            *((name, "softplus", math.nan) for name in ("k", "g")),
+            ("g", "log", math.nan),
+            ("v", "lower_bound", math.inf),
+        )
+    },
+}
+
+
+def main(names: list[str]) -> dict[str, str | None]:
+    """Run the cases: null for a success, otherwise the error."""
+    results: dict[str, str | None] = {}
+    for name in names:
+        try:
+            CASES[name]()
+            results[name] = None
+        except AssertionError as error:
+            results[name] = str(error) or traceback.format_exc()
+        except Exception:
+            results[name] = traceback.format_exc()
+    return results
+
+
+if __name__ == "__main__":
+    assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
+    warnings.simplefilter("ignore")  # numpy reports every inf and NaN
+    torch.set_num_threads(1)
+    # Fresh memory holds NaN (127 as int8), so that nothing can rely on what a workspace happens to hold.
+    torch.use_deterministic_algorithms(True)
+    json.dump(main(sys.argv[1:] or list(CASES)), sys.stdout, indent=1)
