@@ -13,8 +13,6 @@ from flash_kda.types import Problem
 CHUNK = 32
 # Sequences whose first slots one vector load compares, when a chunk looks for its sequence.
 SEARCH = 256
-# Shared memory of the recurrence besides the chunks in flight: constants and the transposition of the output.
-FIXED_SHARED_MEMORY = 3584
 MOST_STAGES = 4
 
 
@@ -84,15 +82,18 @@ def configure(problem: Problem, device: Device) -> Config:
     HV, N = problem.HV or problem.H, max(1, problem.N or problem.B)
     BK = max(16, _power_of_two(problem.K))
     split = problem.dtype != torch.float32
-    BV = min(64 if BK <= 128 else 32, max(16, _power_of_two(problem.V)))
+    # Three-term TF32 products of larger tiles exhaust registers on sm_80 and sm_120, and tensor memory on sm_100.
+    most_BV = (64 if BK <= 128 else 32) if split else (32 if BK <= 128 else 16)
+    BV = min(most_BV, max(16, _power_of_two(problem.V)))
     programs = N * HV * math.ceil(problem.V / BV)
     chunks = max(1, math.ceil(problem.B * problem.T / N / CHUNK))
-    tiles = (3 * CHUNK * BK + 2 * CHUNK * CHUNK * (2 if split else 1) + CHUNK * BV) * (2 if split else 4)
-    stage = tiles + 4 * BK
+    element = 2 if split else 4
+    stage = element * (3 * CHUNK * BK + 2 * CHUNK * CHUNK * (2 if split else 1) + CHUNK * BV) + 4 * BK
     # One program has a multiprocessor to itself while there are enough; then two share it, each with less in flight.
     alone = programs <= device.multiprocessors
     room = device.shared_memory if alone else device.shared_memory_per_multiprocessor // 2 - 1024
-    most = min(MOST_STAGES, (min(room, device.shared_memory) - FIXED_SHARED_MEMORY) // stage)
+    # Besides the chunks in flight there is the output; the newest chunk's decay is not there yet.
+    most = min(MOST_STAGES, (min(room, device.shared_memory) + 4 * BK - element * CHUNK * BV) // stage)
     stages = max(1, min(most, chunks))
     return Config(
         C=CHUNK,

@@ -96,7 +96,7 @@ def launch(inputs: Inputs, config: Config, out: Tensor, final: Tensor | None) ->
     shared = options(inputs, config)
     bounded = gate.kind == "lower_bound"
     hard = decay if bounded else q.new_empty(chunks, dtype=torch.int8)
-    easy_and_hard = ((common.EASY.value, BK), (common.HARD.value, config.hard_BC))
+    easy_and_hard = ((common.EASY.value, config.BC), (common.HARD.value, config.hard_BC))
     for which, BC in ((common.ALL.value, config.BC),) if bounded else easy_and_hard:
         tensors: tuple[Tensor, ...] = (q, k, g, beta, A_log, dt_bias, cu, tiles, squares, decay, hard, out)
         strides: tuple[int, ...] = (*row_strides, *gate_strides, *out.stride()[:3])

@@ -166,7 +166,7 @@ def prepare(
         BC: channels at a time. SEGMENTS: see token_of_row.
         p_hard: ``[slots, HV]`` int8, set by a launch over EASY chunks: one anchor does not serve the chunk, since a
             half of it decays by 2^-120 or more.
-        GROUP: value heads per query/key head. CHUNKS: ALL, EASY or HARD. EASY needs BC = BK.
+        GROUP: value heads per query/key head. CHUNKS: ALL, EASY or HARD.
         SQUARE: dtype of the operands that make the squares.
     """
     pid = tl.program_id(0)
@@ -237,6 +237,7 @@ def prepare(
     chunk = i_s * HV + i_h
     kk = tl.zeros((C, C), tl.float32)
     qk = tl.zeros((C, C), tl.float32)
+    hard = tl.zeros((), tl.int32)
     is_early = (tl.arange(0, SEGMENTS) < SEGMENTS // 2)[:, None]
     for c in tl.range(0, BK, BC, num_stages=1):
         o_k = c + o_c
@@ -257,8 +258,7 @@ def prepare(
         early = tl.sum(tl.where(is_early, totals, 0.0), 0)
         late = tl.sum(tl.where(is_early, 0.0, totals), 0)
         if CHUNKS == EASY:
-            # What this launch stores for a hard chunk is of no use, and is overwritten.
-            tl.store(p_hard + chunk, (tl.min(tl.minimum(early, late)) <= -120.0).to(tl.int8))
+            hard |= (tl.min(tl.minimum(early, late)) <= -120.0).to(tl.int32)
         tl.store(p_decay + chunk * BK + o_k, exp2(early + late))
         p_tile = p_tiles + chunk * (3 * C * BK) + o_r[:, None] * BK + o_k[None, :]
         if CHUNKS == HARD:
@@ -266,6 +266,9 @@ def prepare(
         else:
             qk, kk = _anchored(b_q, b_k, g2, totals, early, late, qk, kk, p_tile, C * BK, C, SEGMENTS, TILE, PRECISION)
 
+    if CHUNKS == EASY:
+        # What this launch stores for a hard chunk is of no use, and is overwritten.
+        tl.store(p_hard + chunk, hard.to(tl.int8))
     beta = tl.where(m_t, activated_beta(beta, BETA_IS_LOGIT, NEG_EIGVAL), 0.0)
     L = tl.where(o_time[:, None] > o_time[None, :], kk, 0.0) * beta[:, None]
     Mqk = tl.where(o_time[:, None] >= o_time[None, :], qk, 0.0)
