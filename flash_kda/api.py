@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from flash_kda import dispatch
+from flash_kda import dispatch, ops
 from flash_kda.checks import check
 from flash_kda.types import Gate, StateLayout
 
@@ -59,24 +62,23 @@ def kda(
         ``o`` ``[B, T, HV, V]`` in v's dtype, and the final state (the initial state's dtype, otherwise float32), or
         None. The inputs are never changed. Gradients flow to q, k, v, g, beta, A_log, dt_bias and initial_state.
 
+    Under ``torch.compile`` with gradients disabled a call is one operator of the graph, ``flash_kda::forward``.
+
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, what came and what was expected.
         NotImplementedError: no backend can run the call; the message gives each one's reason.
     """
-    inputs = check(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        gate=gate,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        qk_l2norm=qk_l2norm,
-        beta_is_logit=beta_is_logit,
-        allow_neg_eigval=allow_neg_eigval,
-        state_layout=state_layout,
-    )
-    return dispatch.run(inputs, backend)
+    options: dict[str, Any] = {
+        "gate": gate,
+        "scale": scale,
+        "initial_state": initial_state,
+        "output_final_state": output_final_state,
+        "cu_seqlens": cu_seqlens,
+        "qk_l2norm": qk_l2norm,
+        "beta_is_logit": beta_is_logit,
+        "allow_neg_eigval": allow_neg_eigval,
+        "state_layout": state_layout,
+    }
+    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        return ops.traced(q, k, v, g, beta, **options, backend=backend)
+    return dispatch.run(check(q, k, v, g, beta, **options), backend)

@@ -23,6 +23,7 @@ LAYERS = (
     {"reference", "checks"},
     {"backends"},
     {"dispatch"},
+    {"ops"},
     {"api", "decode"},
     {"compat", "nn", "integrations", "distributed", "bench"},
     {"demo"},

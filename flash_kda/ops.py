@@ -1,0 +1,138 @@
+"""KDA as one operator of torch, for torch.compile: the graph holds a node, and the backend is chosen when it runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_kda import dispatch
+from flash_kda.checks import check
+from flash_kda.types import Gate, LogGate, LowerBoundGate, SoftplusGate, StateLayout
+
+
+def _gate(kind: str, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float) -> Gate:
+    if kind == "lower_bound":
+        return LowerBoundGate(A_log, dt_bias, lower_bound)
+    return SoftplusGate(A_log, dt_bias) if kind == "softplus" else LogGate()
+
+
+@torch.library.custom_op("flash_kda::forward", mutates_args=())
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    gate: str,
+    lower_bound: float,
+    scale: float | None,
+    output_final_state: bool,
+    qk_l2norm: bool,
+    beta_is_logit: bool,
+    allow_neg_eigval: bool,
+    state_layout: str,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """:func:`flash_kda.kda` without gradients; the final state is an empty tensor where it is not asked for."""
+    layout: StateLayout = "kv" if state_layout == "kv" else "vk"
+    inputs = check(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        gate=_gate(gate, A_log, dt_bias, lower_bound),
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        qk_l2norm=qk_l2norm,
+        beta_is_logit=beta_is_logit,
+        allow_neg_eigval=allow_neg_eigval,
+        state_layout=layout,
+    )
+    with torch.no_grad():
+        o, state = dispatch.run(inputs, backend)
+    return o.contiguous(), q.new_empty(0) if state is None else state
+
+
+@forward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    gate: str,
+    lower_bound: float,
+    scale: float | None,
+    output_final_state: bool,
+    qk_l2norm: bool,
+    beta_is_logit: bool,
+    allow_neg_eigval: bool,
+    state_layout: str,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    if not output_final_state:
+        return o, q.new_empty(0)
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    K, V = q.shape[3], v.shape[3]
+    if initial_state is not None:
+        dtype = initial_state.dtype
+    else:
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    shape = (N, v.shape[2], V, K) if state_layout == "vk" else (N, v.shape[2], K, V)
+    return o, torch.empty(shape, dtype=dtype, device=q.device)
+
+
+def traced(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    gate: Gate,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    qk_l2norm: bool,
+    beta_is_logit: bool,
+    allow_neg_eigval: bool,
+    state_layout: StateLayout,
+    backend: str,
+) -> tuple[Tensor, Tensor | None]:
+    """A call of :func:`flash_kda.kda` as one node; its arguments are checked when the node runs."""
+    A_log, dt_bias = (None, None) if isinstance(gate, LogGate) else (gate.A_log, gate.dt_bias)
+    lower_bound = gate.lower_bound if isinstance(gate, LowerBoundGate) else 0.0
+    o, state = forward(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        initial_state,
+        cu_seqlens,
+        gate.kind,
+        lower_bound,
+        scale,
+        output_final_state,
+        qk_l2norm,
+        beta_is_logit,
+        allow_neg_eigval,
+        state_layout,
+        backend,
+    )
+    return o, state if output_final_state else None

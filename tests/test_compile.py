@@ -1,0 +1,67 @@
+"""torch.compile: a call without gradients is one operator, with no break in the graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import Case, Target, targets
+from compare import assert_same_bits
+
+import flash_kda
+
+CASES = (
+    Case(T=70, H=2, HV=4, K=16, V=24),
+    Case(lengths=(5, 0, 64, 20), tail=3, gate="softplus", layout="kv"),
+    Case(T=33, gate="log", initial=False, dtype="bfloat16"),
+    Case(T=20, final=False),
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_graphs() -> None:
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("target", targets())
+def test_one_operator(target: Target, case: Case) -> None:
+    """The compiled call gives the bits of the plain one, and is the operator alone."""
+    call = case.build(target.device)
+    arguments = call | {"backend": target.backend}
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with torch.no_grad():
+        o, state = torch.compile(flash_kda.kda, fullgraph=True, backend=keep)(**arguments)
+        want, want_state = flash_kda.kda(**arguments)
+    assert_same_bits(o, want, "o")
+    assert_same_bits(state, want_state, "state")
+    (graph,) = graphs
+    called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert sum("flash_kda.forward" in name for name in called) == 1
+
+
+def test_the_operator_keeps_its_contract() -> None:
+    """torch's own checks: schema, fake kernel against the real one, no hidden mutation."""
+    call = Case(T=40, H=1, HV=2, K=16, V=8).build("cpu")
+    rows = [*(call[name] for name in ("q", "k", "v", "g", "beta")), call["gate"].A_log, call["gate"].dt_bias]
+    for layout, final in (("vk", True), ("vk", False)):
+        options = ("lower_bound", -5.0, None, final, True, True, False, layout, "cpu")
+        torch.library.opcheck(
+            torch.ops.flash_kda.forward.default,
+            (*rows, call["initial_state"], None, *options),
+            test_utils=("test_schema", "test_faketensor"),
+        )
+
+
+def test_errors_of_a_compiled_call() -> None:
+    """What the checks say of a wrong argument reaches the caller."""
+    call = Case(T=20).build("cpu")
+    compiled = torch.compile(flash_kda.kda, fullgraph=True, backend="eager")
+    with torch.no_grad(), pytest.raises(ValueError, match="beta: got shape"):
+        compiled(**call | {"beta": call["beta"][:, :5]})
