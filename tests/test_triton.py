@@ -116,13 +116,13 @@ BUDGETS = {
     ("hard", True): {64: 384, 128: 512, 256: 384},
     ("hard", False): {64: 512, 128: 512, 256: 384},
     ("recurrence", True): {16: 32, 128: 256, 256: 192},
-    ("recurrence", False): {16: 256, 64: 512, 128: 768, 256: 1024},
+    ("recurrence", False): {64: 96, 128: 768, 256: 1024},
     ("limited", True): {64: 256, 128: 640},
 }
 # wgmma leaves registers free: the same for compute capability 9.0.
 HOPPER_BUDGETS = {
     ("recurrence", True): {128: 32, 256: 192},
-    ("recurrence", False): {16: 64, 64: 512, 128: 768, 256: 1024},
+    ("recurrence", False): {64: 96, 128: 768, 256: 1024},
     ("limited", True): {128: 192},
 }
 TENSOR_MEMORY = 512  # columns
