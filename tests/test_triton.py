@@ -116,13 +116,13 @@ BUDGETS = {
     ("hard", True): {64: 384, 128: 512, 256: 384},
     ("hard", False): {64: 512, 128: 512, 256: 384},
     ("recurrence", True): {16: 32, 128: 256, 256: 192},
-    ("recurrence", False): {64: 96, 128: 768, 256: 1024},
-    ("limited", True): {64: 256, 128: 640},
+    ("recurrence", False): {64: 96, 128: 160, 256: 384},
+    ("limited", True): {},
 }
 # wgmma leaves registers free: the same for compute capability 9.0.
 HOPPER_BUDGETS = {
     ("recurrence", True): {128: 32, 256: 192},
-    ("recurrence", False): {64: 96, 128: 768, 256: 1024},
+    ("recurrence", False): {64: 96, 128: 160, 256: 384},
     ("limited", True): {128: 192},
 }
 TENSOR_MEMORY = 512  # columns
@@ -347,7 +347,8 @@ def test_stages_fit(device: Device) -> None:
         programs = problem.B * problem.H * -(-problem.V // c.BV)
         if c.stages > 1:
             assert shared_bytes(c) <= device.shared_memory
-            if programs > device.multiprocessors and c.BK >= 64:  # of smaller tiles less than this bound is used
+            crowded = programs > device.multiprocessors and device.capability != 100  # there none can share
+            if crowded and c.BK >= 64:  # of smaller tiles less than this bound is used
                 assert 2 * (shared_bytes(c) + 1024) <= device.shared_memory_per_multiprocessor
 
 
@@ -356,7 +357,10 @@ def test_one_wave_has_more_in_flight(device: Device) -> None:
     """A program that has a multiprocessor to itself fetches further ahead, up to the last that has."""
     alone = Problem(B=1, T=8192, H=device.multiprocessors // 2, K=128, V=128)
     shared = replace(alone, H=device.multiprocessors // 2 + 1)
-    assert configure(alone, device).stages > configure(shared, device).stages
+    if device.capability == 100:  # a program takes all of the tensor memory: none can share
+        assert configure(alone, device).stages == configure(shared, device).stages
+    else:
+        assert configure(alone, device).stages > configure(shared, device).stages
 
 
 def test_one_chunk() -> None:

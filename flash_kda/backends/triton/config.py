@@ -90,7 +90,8 @@ def configure(problem: Problem, device: Device) -> Config:
     element = 2 if split else 4
     stage = element * (3 * CHUNK * BK + 2 * CHUNK * CHUNK * (2 if split else 1) + CHUNK * BV) + 4 * BK
     # One program has a multiprocessor to itself while there are enough; then two share it, each with less in flight.
-    alone = programs <= device.multiprocessors
+    # On sm_100 a program takes all of the tensor memory, so two never share.
+    alone = programs <= device.multiprocessors or device.capability // 10 == 10
     room = device.shared_memory if alone else device.shared_memory_per_multiprocessor // 2 - 1024
     # Besides the chunks in flight there is the output; the newest chunk's decay is not there yet.
     most = min(MOST_STAGES, (min(room, device.shared_memory) + 4 * BK - element * CHUNK * BV) // stage)
@@ -103,8 +104,11 @@ def configure(problem: Problem, device: Device) -> Config:
         BV=BV,
         split=split,
         prepare_warps=(2 if BK <= 128 else 4) if split else (4 if BK <= 128 else 8),
-        recurrence_warps=4,
+        recurrence_warps=4 if split or BK < 128 else 8,
         stages=stages,
-        # A sequence of one chunk waits for memory alone: what counts is how many are under way.
-        recurrence_registers=168 if chunks == 1 and split and BK <= 128 else None,
+        # A sequence of one chunk waits for memory alone: what counts is how many are under way. Without wgmma the limit
+        # would spill.
+        recurrence_registers=168
+        if chunks == 1 and split and BK <= 128 and device.capability // 10 in (9, 10)
+        else None,
     )
