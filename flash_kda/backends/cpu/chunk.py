@@ -33,7 +33,7 @@ class Join:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """What a chunk gives without the state. ``P`` is L without beta, ``decay`` is ``e^{G_C}`` ``[.., K]``."""
+    """What a chunk gives without the state. ``P`` is L without beta, ``a`` is ``e^g``, ``decay`` ``e^{G_C}``."""
 
     K_plus: Tensor
     Q_plus: Tensor
@@ -42,6 +42,7 @@ class Prepared:
     Mqk: Tensor
     T: Tensor
     beta: Tensor
+    a: Tensor
     decay: Tensor
     joins: tuple[Join, ...]
 
@@ -99,26 +100,32 @@ def prepare(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, keep: bool = False) -
     L = P * beta[..., None]
     eye = torch.eye(C, dtype=L.dtype).expand_as(L)
     T = torch.linalg.solve_triangular(L, eye, upper=False, unitriangular=True)
-    return Prepared(K_plus, Q_plus, K_end, P, Mqk, T, beta, G.exp().view(*q.shape[:2], K), tuple(joins))
+    return Prepared(K_plus, Q_plus, K_end, P, Mqk, T, beta, a, G.exp().view(*q.shape[:2], K), tuple(joins))
 
 
-def walk(S: Tensor, v: Tensor, p: Prepared) -> tuple[Tensor, list[Tensor]]:
+def walk(S: Tensor, v: Tensor, p: Prepared, keep: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Carry the state ``[lanes, K, V]`` through the chunks of v ``[chunks, lanes, C, V]``.
 
+    Args:
+        keep: whether to keep the state before each chunk.
+
     Returns:
-        Output ``[chunks, lanes, C, V]``, and the state before each chunk and after the last.
+        Output ``[chunks, lanes, C, V]``, the state after the last chunk, and the kept states ``[chunks, lanes, K, V]``.
     """
+    chunks = v.shape[0]
     T_beta = p.T * p.beta[..., None, :]
     o = torch.empty(v.shape, dtype=v.dtype)
-    states = [S]
-    for c in range(v.shape[0]):
+    states = S.new_empty((chunks + 1 if keep else 2, *S.shape))
+    states[0] = S
+    for c in range(chunks):
+        S, S_next = states[c % len(states)], states[(c + 1) % len(states)]
         R = torch.baddbmm(v[c], p.K_plus[c], S, alpha=-1)
         U = torch.bmm(T_beta[c], R)
         torch.bmm(p.Q_plus[c], S, out=o[c])
         o[c].baddbmm_(p.Mqk[c], U)
-        S = (p.decay[c, :, :, None] * S).baddbmm_(p.K_end[c].transpose(1, 2), U)
-        states.append(S)
-    return o, states
+        torch.mul(p.decay[c, :, :, None], S, out=S_next)
+        S_next.baddbmm_(p.K_end[c].transpose(1, 2), U)
+    return o, states[chunks % len(states)], states[:chunks]
 
 
 @dataclass(eq=False)
@@ -150,13 +157,17 @@ def walk_backward(
     R = v - p.K_plus @ states
     U = T_beta @ R
     dU = p.Mqk.transpose(-1, -2) @ do
-    dR, dS_after = torch.empty(v.shape, dtype=v.dtype), torch.empty_like(states)
+    dR = torch.empty(v.shape, dtype=v.dtype)
+    # The gradient of the state before chunk c is at c, so that of the state after it at c + 1.
+    dS_at = dS.new_empty(v.shape[0] + 1, *dS.shape)
+    dS_at[-1] = dS
     for c in reversed(range(v.shape[0])):
-        dS_after[c] = dS
-        dU[c].baddbmm_(p.K_end[c], dS)
+        dU[c].baddbmm_(p.K_end[c], dS_at[c + 1])
         torch.bmm(T_beta[c].transpose(1, 2), dU[c], out=dR[c])
-        dS = (p.decay[c, :, :, None] * dS).baddbmm_(p.Q_plus[c].transpose(1, 2), do[c])
-        dS.baddbmm_(p.K_plus[c].transpose(1, 2), dR[c], alpha=-1)
+        torch.mul(p.decay[c, :, :, None], dS_at[c + 1], out=dS_at[c])
+        dS_at[c].baddbmm_(p.Q_plus[c].transpose(1, 2), do[c])
+        dS_at[c].baddbmm_(p.K_plus[c].transpose(1, 2), dR[c], alpha=-1)
+    dS_after = dS_at[1:]
     # R before its solve: W = T^T dU gives dR = beta W and dL = -W U^T below the diagonal.
     W = p.T.transpose(-1, -2) @ dU
     dL = (W @ U.transpose(-1, -2)).tril_(-1).neg_()
@@ -170,10 +181,10 @@ def walk_backward(
         beta=(W * R).sum(-1) + (dL * p.P).sum(-1),
         log_decay=torch.einsum("clkv,clkv->clk", states, dS_after) * p.decay,
     )
-    return dS, dR, grads
+    return dS_at[0], dR, grads
 
 
-def prepare_backward(q: Tensor, k: Tensor, g: Tensor, p: Prepared, d: PreparedGrad) -> tuple[Tensor, Tensor, Tensor]:
+def prepare_backward(q: Tensor, k: Tensor, p: Prepared, d: PreparedGrad) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and g of :func:`prepare`; d's tensors are used up.
 
     The joins are undone from the last to the first. A factor's log gradient is the sum of (gradient x value) over what
@@ -196,10 +207,9 @@ def prepare_backward(q: Tensor, k: Tensor, g: Tensor, p: Prepared, d: PreparedGr
         dK_late.add_(torch.bmm(dP, j.K_early))
         dQ_late.add_(torch.bmm(dM, j.K_early))
         dlog = torch.stack([dlog_early, dlog_late], 1).view(-1, K)
-    a = g.exp()
     dM_diag = d.Mqk.diagonal(dim1=-2, dim2=-1)[..., None]
-    dq_decayed, dk_decayed = d.Q_plus.mul_(a), d.K_plus.mul_(a)
-    dg = torch.addcmul(dlog.view(g.shape), dq_decayed, q).addcmul_(dk_decayed, k)
+    dq_decayed, dk_decayed = d.Q_plus.mul_(p.a), d.K_plus.mul_(p.a)
+    dg = torch.addcmul(dlog.view(q.shape), dq_decayed, q).addcmul_(dk_decayed, k)
     dq = torch.addcmul(dq_decayed, dM_diag, k)
     dk = dk_decayed.add_(d.K_end).addcmul_(dM_diag, q)
     return dq, dk, dg

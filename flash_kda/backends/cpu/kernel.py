@@ -61,33 +61,34 @@ def activated(rows: Inputs, group: Group) -> tuple[Tensor, ...]:
     out = activate(rows, compute_dtype(rows))
     if (valid := group.valid) is None:
         return out
-    return tuple(torch.where(valid.view(*valid.shape, *[1] * (x.ndim - 2)), x, 0.0) for x in out)
+    return tuple(torch.where(valid.view(*valid.shape, *[1] * (x.ndim - 3)), x, 0.0) for x in out)
 
 
-def to_tiles(x: Tensor, C: int) -> Tensor:
-    """``[n, chunks * C, HV, ...]`` to ``[chunks, n * HV, C, ...]``, channels padded; a view where that can be."""
-    x = x.unflatten(1, (-1, C)).transpose(0, 1).movedim(3, 2).flatten(1, 2)
+def to_tiles(x: Tensor) -> Tensor:
+    """``[n, chunks, C, HV, ...]`` to ``[chunks, n * HV, C, ...]``, channels padded; a view where that can be."""
+    x = x.transpose(0, 1).transpose(2, 3).flatten(1, 2)
     return pad(x, 1) if x.ndim == 4 and x.shape[-1] % ALIGN else x
 
 
 def from_tiles(x: Tensor, like: Tensor) -> Tensor:
     """The inverse of :func:`to_tiles`, a view of the shape of ``like``."""
-    x = x.unflatten(1, (like.shape[0], -1)).movedim(2, 3).transpose(0, 1).flatten(1, 2)
+    x = x.unflatten(1, (like.shape[0], -1)).transpose(2, 3).transpose(0, 1)
     return x[..., : like.shape[-1]]
 
 
-def forward_group(inputs: Inputs, group: Group, S: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Output ``[n, tokens, HV, V]``, next states ``[n, HV, K, V]``, and each chunk's first state ``[n * HV, K, V]``."""
+def forward_group(inputs: Inputs, group: Group, S: Tensor, keep: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Output ``[n, chunks, C, HV, V]``, next states ``[n, HV, K, V]``, and what :func:`walk` keeps."""
     rows = rows_of(inputs, group)
-    q, k, v, g, beta = (to_tiles(x, group.C) for x in activated(rows, group))
-    o, (*before, S_next) = walk(S.flatten(0, 1), v, prepare(q, k, g, beta))
+    q, k, v, g, beta = (to_tiles(x) for x in activated(rows, group))
+    o, S_next, kept = walk(S.flatten(0, 1), v, prepare(q, k, g, beta), keep)
     o, S_next = from_tiles(o, rows.v), S_next.view_as(S)
     if group.C > 1 and (members := spoilt(S, S_next)):
         # A product of matrices carries a NaN or inf to earlier rows of its chunk (0 * NaN is NaN). The sequences where
         # one came up take this group again one token at a time, which cannot look ahead.
         single = replace(group, spans=tuple(group.spans[i] for i in members), chunks=group.tokens, C=1)
-        o[members], S_next[members], _ = forward_group(inputs, single, S[members])
-    return o, S_next, before
+        o_single, S_next[members], _ = forward_group(inputs, single, S[members])
+        o[members] = o_single.reshape(len(members), *o.shape[1:])
+    return o, S_next, kept
 
 
 def rows_like(x: Tensor, inputs: Inputs) -> Tensor:
@@ -114,9 +115,9 @@ def forward(inputs: Inputs, keep_states: bool = False) -> tuple[Tensor, Tensor, 
     kept = []
     for groups in plan(inputs):
         for group in groups:
-            rows, S[group.sequences], before = forward_group(inputs, group, S[group.sequences])
+            rows, S[group.sequences], states = forward_group(inputs, group, S[group.sequences], keep_states)
             if keep_states:
-                kept.append(torch.stack(before))
+                kept.append(states)
             group.put(o, rows)
     return o, S, kept
 
@@ -165,11 +166,11 @@ def _backward_group(
         if not isinstance(gate, LogGate):
             gate = replace(gate, A_log=parameters.get("A_log"), dt_bias=parameters.get("dt_bias"))
         outputs = activated(inputs.replace(**leaves, gate=gate), group)
-    q, k, v, g, beta = (to_tiles(x.detach(), group.C) for x in outputs)
-    do_rows = group.take(do).to(v.dtype)
+    q, k, v, g, beta = (to_tiles(x.detach()) for x in outputs)
+    do_tiles = to_tiles(group.take(do).to(v.dtype)).contiguous()
     p = prepare(q, k, g, beta, keep=True)
-    dS0, dv, d = walk_backward(states, v, p, to_tiles(do_rows, group.C), dS.flatten(0, 1))
-    dq, dk, dg = prepare_backward(q, k, g, p, d)
+    dS0, dv, d = walk_backward(states, v, p, do_tiles, dS.flatten(0, 1))
+    dq, dk, dg = prepare_backward(q, k, p, d)
     tiles = tuple(from_tiles(x, y) for x, y in zip((dq, dk, dv, dg, d.beta), outputs, strict=True))
     wanted = leaves | parameters
     found = torch.autograd.grad(outputs, list(wanted.values()), tiles)

@@ -74,28 +74,32 @@ class Group:
         token = first + torch.arange(self.tokens)
         return torch.tensor([s.row for s in self.spans])[:, None], token.clamp(max=last), token <= last
 
+    def _by_chunk(self, x: Tensor) -> Tensor:
+        by_chunk: Tensor = x.unflatten(1, (self.chunks, self.C))
+        return by_chunk
+
     @property
     def valid(self) -> Tensor | None:
-        """``[n, tokens]``, False where a row lies past its sequence's end; None if every row is real."""
+        """``[n, chunks, C]``, False where a row lies past its sequence's end; None if every row is real."""
         if self._whole_batch:
             return None
         valid = self._rows[2]
-        return None if bool(valid.all()) else valid
+        return None if bool(valid.all()) else self._by_chunk(valid)
 
     def take(self, x: Tensor) -> Tensor:
-        """The group's rows of ``[B, T, ...]`` as ``[n, tokens, ...]``; rows past an end repeat the last real one."""
+        """The group's rows of ``[B, T, ...]`` as ``[n, chunks, C, ...]``; past an end the last real one is repeated."""
         if self._whole_batch:
-            return x[: len(self.spans), self.offset : self.offset + self.tokens]
+            return self._by_chunk(x[: len(self.spans), self.offset : self.offset + self.tokens])
         row, token, _ = self._rows
-        return x[row, token]
+        return self._by_chunk(x[row, token])
 
     def put(self, out: Tensor, x: Tensor) -> None:
-        """Write ``[n, tokens, ...]`` into the group's rows of ``[B, T, ...]``, leaving out those past an end."""
+        """Write ``[n, chunks, C, ...]`` into the group's rows of ``[B, T, ...]``, leaving out those past an end."""
         if self._whole_batch:
-            out[: len(self.spans), self.offset : self.offset + self.tokens] = x
+            self._by_chunk(out[: len(self.spans), self.offset : self.offset + self.tokens]).copy_(x)
             return
         row, token, valid = self._rows
-        out[row.expand_as(token)[valid], token[valid]] = x[valid].to(out.dtype)
+        out[row.expand_as(token)[valid], token[valid]] = x.flatten(1, 2)[valid].to(out.dtype)
 
 
 def plan(inputs: Inputs) -> Iterator[list[Group]]:
