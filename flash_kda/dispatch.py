@@ -101,7 +101,7 @@ def run(
     Raises:
         NotImplementedError: no backend fits; the message lists every reason.
     """
-    problem = Problem.of(inputs)
+    problem = inputs.problem
     chosen = _choose(problem, backend)
     if chosen is None:
         raise NotImplementedError(str(explain(problem, backend)))

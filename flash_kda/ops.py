@@ -7,13 +7,17 @@ from torch import Tensor
 
 from flash_kda import dispatch
 from flash_kda.checks import check
-from flash_kda.types import Gate, LogGate, LowerBoundGate, SoftplusGate, StateLayout
+from flash_kda.types import Gate, Inputs, LogGate, LowerBoundGate, SoftplusGate, StateLayout, gate_parameters
 
 
 def _gate(kind: str, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float) -> Gate:
     if kind == "lower_bound":
         return LowerBoundGate(A_log, dt_bias, lower_bound)
     return SoftplusGate(A_log, dt_bias) if kind == "softplus" else LogGate()
+
+
+def _layout(state_layout: str) -> StateLayout:
+    return "kv" if state_layout == "kv" else "vk"
 
 
 @torch.library.custom_op("flash_kda::forward", mutates_args=())
@@ -38,7 +42,6 @@ def forward(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """:func:`flash_kda.kda` without gradients; the final state is an empty tensor where it is not asked for."""
-    layout: StateLayout = "kv" if state_layout == "kv" else "vk"
     inputs = check(
         q,
         k,
@@ -53,7 +56,7 @@ def forward(
         qk_l2norm=qk_l2norm,
         beta_is_logit=beta_is_logit,
         allow_neg_eigval=allow_neg_eigval,
-        state_layout=layout,
+        state_layout=_layout(state_layout),
     )
     with torch.no_grad():
         o, state = dispatch.run(inputs, backend)
@@ -84,14 +87,24 @@ def _(
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if not output_final_state:
         return o, q.new_empty(0)
-    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    K, V = q.shape[3], v.shape[3]
-    if initial_state is not None:
-        dtype = initial_state.dtype
-    else:
-        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    shape = (N, v.shape[2], V, K) if state_layout == "vk" else (N, v.shape[2], K, V)
-    return o, torch.empty(shape, dtype=dtype, device=q.device)
+    # Not checked, since no data can be read here: only what these arguments say of the final state is asked.
+    inputs = Inputs(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        gate=_gate(gate, A_log, dt_bias, lower_bound),
+        scale=scale or 0.0,
+        initial_state=initial_state,
+        output_final_state=True,
+        cu_seqlens=cu_seqlens,
+        qk_l2norm=qk_l2norm,
+        beta_is_logit=beta_is_logit,
+        allow_neg_eigval=allow_neg_eigval,
+        state_layout=_layout(state_layout),
+    )
+    return o, q.new_empty(inputs.state_shape, dtype=inputs.state_dtype)
 
 
 def traced(
@@ -113,7 +126,7 @@ def traced(
     backend: str,
 ) -> tuple[Tensor, Tensor | None]:
     """A call of :func:`flash_kda.kda` as one node; its arguments are checked when the node runs."""
-    A_log, dt_bias = (None, None) if isinstance(gate, LogGate) else (gate.A_log, gate.dt_bias)
+    A_log, dt_bias = gate_parameters(gate)
     lower_bound = gate.lower_bound if isinstance(gate, LowerBoundGate) else 0.0
     o, state = forward(
         q,

@@ -7,6 +7,7 @@ K and V head sizes, N sequences.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 import torch
@@ -60,6 +61,11 @@ class LogGate:
 Gate: TypeAlias = LowerBoundGate | SoftplusGate | LogGate
 
 
+def gate_parameters(gate: Gate) -> tuple[Tensor | None, Tensor | None]:
+    """A_log and dt_bias, None where the gate has none."""
+    return (None, None) if isinstance(gate, LogGate) else (gate.A_log, gate.dt_bias)
+
+
 @dataclass(frozen=True, eq=False)
 class Inputs:
     """The checked arguments of one :func:`flash_kda.kda` call; ``checks.check`` is the only place that makes one.
@@ -98,6 +104,11 @@ class Inputs:
         HV, K, V = self.v.shape[2], self.q.shape[3], self.v.shape[3]
         return (self.num_sequences, HV, V, K) if self.state_layout == "vk" else (self.num_sequences, HV, K, V)
 
+    @cached_property
+    def problem(self) -> Problem:
+        """What :meth:`Problem.of` says of this call, worked out once."""
+        return Problem.of(self)
+
     def replace(self, **changes: object) -> Inputs:
         return replace(self, **changes)  # type: ignore[arg-type]  # dataclasses.replace is not typed per field
 
@@ -135,9 +146,7 @@ class Problem:
     def of(inputs: Inputs) -> Problem:
         """The problem that a checked call poses."""
         q, v, gate = inputs.q, inputs.v, inputs.gate
-        tensors = [q, inputs.k, v, inputs.g, inputs.beta, inputs.initial_state]
-        if not isinstance(gate, LogGate):
-            tensors += [gate.A_log, gate.dt_bias]
+        tensors = (q, inputs.k, v, inputs.g, inputs.beta, inputs.initial_state, *gate_parameters(gate))
         return Problem(
             B=q.shape[0],
             T=q.shape[1],

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from flash_kda import dispatch
 from flash_kda.checks import check
-from flash_kda.types import Gate, Inputs, LogGate, LowerBoundGate, Problem, SoftplusGate
+from flash_kda.types import Gate, Inputs, LogGate, LowerBoundGate, SoftplusGate
 
 BACKEND_TYPE = "flash_kda_compat"
 CHUNK_SIZES = (32, 64)
@@ -175,7 +175,7 @@ def why_not(*args: Any, **kwargs: Any) -> str | None:
         inputs: Inputs = inspect.unwrap(chunk_kda)(*args, **kwargs)
     except (TypeError, ValueError, NotImplementedError) as error:
         return str(error)
-    explanation = dispatch.explain(Problem.of(inputs))
+    explanation = dispatch.explain(inputs.problem)
     return None if explanation.backend is not None else str(explanation)
 
 

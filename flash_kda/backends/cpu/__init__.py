@@ -18,7 +18,7 @@ def supports(problem: Problem) -> str | None:
 
 def run(inputs: Inputs, out: Tensor | None = None, final_state: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Output in v's dtype and final state, in float32 arithmetic (float64 for float64 inputs)."""
-    if Problem.of(inputs).grad:
+    if inputs.problem.grad:
         o, S = run_with_grad(inputs)
     else:
         with torch.no_grad():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_kda.backends.cpu.kernel import ROWS, backward, forward, states_out
-from flash_kda.types import Inputs, LogGate
+from flash_kda.types import Inputs, LogGate, gate_parameters
 
 
 class NoSecondDerivative(torch.autograd.Function):
@@ -55,7 +55,6 @@ class ChunkKDA(torch.autograd.Function):
 
 def run_with_grad(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Output and final states in the caller's layout, on the tape."""
-    gate = inputs.gate
-    A_log, dt_bias = (None, None) if isinstance(gate, LogGate) else (gate.A_log, gate.dt_bias)
-    o, S = ChunkKDA.apply(inputs, *(getattr(inputs, name) for name in ROWS), A_log, dt_bias, inputs.initial_state)
+    rows = (getattr(inputs, name) for name in ROWS)
+    o, S = ChunkKDA.apply(inputs, *rows, *gate_parameters(inputs.gate), inputs.initial_state)
     return o, S

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from flash_kda.backends.cpu.chunk import prepare, prepare_backward, walk, walk_backward
 from flash_kda.backends.cpu.plan import Group, plan
 from flash_kda.reference.gate import activate
-from flash_kda.types import Inputs, LogGate
+from flash_kda.types import Inputs, LogGate, gate_parameters
 
 # Token rows of a call, in the order in which gradients come back.
 ROWS = ("q", "k", "v", "g", "beta")
@@ -148,10 +148,8 @@ def backward(inputs: Inputs, kept: list[Tensor], do: Tensor, dS: Tensor) -> dict
 
 
 def _gate_parameters(inputs: Inputs) -> dict[str, Tensor]:
-    gate = inputs.gate
-    if isinstance(gate, LogGate):
-        return {}
-    return {name: x for name, x in (("A_log", gate.A_log), ("dt_bias", gate.dt_bias)) if x is not None}
+    named = zip(("A_log", "dt_bias"), gate_parameters(inputs.gate), strict=True)
+    return {name: x for name, x in named if x is not None}
 
 
 def _backward_group(

@@ -14,7 +14,7 @@ from flash_kda.backends.triton.config import SEARCH, Config, Device, configure
 from flash_kda.backends.triton.launch import run
 from flash_kda.backends.triton.prepare import prepare
 from flash_kda.backends.triton.recurrence import recurrence
-from flash_kda.types import Gate, Inputs, LogGate, LowerBoundGate, Problem
+from flash_kda.types import Inputs, LowerBoundGate, gate_parameters
 
 GATES = {"log": common.LOG.value, "lower_bound": common.LOWER_BOUND.value, "softplus": common.SOFTPLUS.value}
 
@@ -24,11 +24,6 @@ def device_facts(index: int) -> Device:
     p = torch.cuda.get_device_properties(index)
     shared = int(getattr(p, "shared_memory_per_block_optin", p.shared_memory_per_block))
     return Device(p.major * 10 + p.minor, p.multi_processor_count, shared, int(p.shared_memory_per_multiprocessor))
-
-
-def gate_parameters(gate: Gate) -> tuple[Tensor | None, Tensor | None]:
-    """A_log and dt_bias, where the gate has them."""
-    return (None, None) if isinstance(gate, LogGate) else (gate.A_log, gate.dt_bias)
 
 
 def options(inputs: Inputs, config: Config) -> dict[str, object]:
@@ -127,5 +122,5 @@ def forward(inputs: Inputs, out: Tensor | None, final: Tensor | None) -> tuple[T
         return out, final
     device = inputs.q.device
     with torch.cuda.device(device):
-        launch(inputs, configure(Problem.of(inputs), device_facts(device.index)), out, final)
+        launch(inputs, configure(inputs.problem, device_facts(device.index)), out, final)
     return out, final
