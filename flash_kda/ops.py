@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -14,10 +16,6 @@ def _gate(kind: str, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: 
     if kind == "lower_bound":
         return LowerBoundGate(A_log, dt_bias, lower_bound)
     return SoftplusGate(A_log, dt_bias) if kind == "softplus" else LogGate()
-
-
-def _layout(state_layout: str) -> StateLayout:
-    return "kv" if state_layout == "kv" else "vk"
 
 
 @torch.library.custom_op("flash_kda::forward", mutates_args=())
@@ -56,7 +54,7 @@ def forward(
         qk_l2norm=qk_l2norm,
         beta_is_logit=beta_is_logit,
         allow_neg_eigval=allow_neg_eigval,
-        state_layout=_layout(state_layout),
+        state_layout=cast(StateLayout, state_layout),
     )
     with torch.no_grad():
         o, state = dispatch.run(inputs, backend)
@@ -102,7 +100,7 @@ def _(
         qk_l2norm=qk_l2norm,
         beta_is_logit=beta_is_logit,
         allow_neg_eigval=allow_neg_eigval,
-        state_layout=_layout(state_layout),
+        state_layout=cast(StateLayout, state_layout),
     )
     return o, q.new_empty(inputs.state_shape, dtype=inputs.state_dtype)
 

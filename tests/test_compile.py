@@ -65,3 +65,10 @@ def test_errors_of_a_compiled_call() -> None:
     compiled = torch.compile(flash_kda.kda, fullgraph=True, backend="eager")
     with torch.no_grad(), pytest.raises(ValueError, match="beta: got shape"):
         compiled(**call | {"beta": call["beta"][:, :5]})
+
+
+def test_a_wrong_layout_is_not_taken_for_another() -> None:
+    call = Case(T=20).build("cpu")
+    compiled = torch.compile(flash_kda.kda, fullgraph=True, backend="eager")
+    with torch.no_grad(), pytest.raises(ValueError, match="state_layout: got 'kk'"):
+        compiled(**call | {"state_layout": "kk"})

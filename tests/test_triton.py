@@ -214,6 +214,21 @@ def launches(problem: Problem, config: Config) -> list[tuple[Any, ...]]:
     return [call.args for call in run.call_args_list]
 
 
+def test_gate_parameters_reach_the_kernels_in_float32() -> None:
+    """The checks admit float64; the kernels read float32."""
+    from flash_kda.backends.triton import forward
+
+    problem = Problem(B=1, T=32, H=2, K=16, V=16)
+    inputs = meta_inputs(problem)
+    wide = LowerBoundGate(*(torch.empty(n, dtype=torch.float64, device="meta") for n in (2, 32)))
+    with mock.patch.object(forward, "run") as run:
+        forward.launch(inputs.replace(gate=wide), configure(problem, DEVICES[90]), torch.empty_like(inputs.v), None)
+    for call in run.call_args_list:
+        kernel, _, tensors = call.args[:3]
+        named = dict(zip(kernel.arg_names, tensors, strict=False))
+        assert named["p_A_log"].dtype == named["p_dt_bias"].dtype == torch.float32
+
+
 def source_of(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, object]) -> Any:
     """What Triton compiles for these arguments, specialised as its launch does."""
     from triton.compiler import ASTSource

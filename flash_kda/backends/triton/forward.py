@@ -81,8 +81,8 @@ def launch(inputs: Inputs, config: Config, out: Tensor, final: Tensor | None) ->
     decay = q.new_empty(chunks * BK, dtype=torch.float32)
     A_log, dt_bias = gate_parameters(gate)
     # An argument that a kernel does not read still needs a pointer: decay stands in for those that are absent.
-    A_log = decay if A_log is None else A_log.contiguous()
-    dt_bias = decay if dt_bias is None else dt_bias.contiguous()
+    A_log = decay if A_log is None else A_log.float().contiguous()
+    dt_bias = decay if dt_bias is None else dt_bias.float().contiguous()
     cu = decay if inputs.cu_seqlens is None else inputs.cu_seqlens.contiguous()
     row_strides = (*q.stride()[:3], *k.stride()[:3])
     gate_strides = (*g.stride()[:3], *beta.stride())
