@@ -1,0 +1,273 @@
+"""Second kernel on Hopper: see ``flash_kda.backends.triton.recurrence``, whose equations these are.
+
+One warp copies the chunks into shared memory ahead of use; a warpgroup for every 64 columns of V walks along them,
+with its part of the state in registers. Products run while the registers are busy with something else.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flash_kda.backends.hopper.common import fence_copies, load_acquire, pair, wait_for_prerequisites
+from flash_kda.backends.triton.common import L2NORM_EPS, activated_beta, exp2, first_slot, log2_decay
+
+C, BV = gl.constexpr(32), gl.constexpr(64)
+
+
+@gluon.jit
+def _load_chunks(
+    d_kq, d_end, d_square, d_decay, d_v, p_ready, slot, row, length, HV, i_h, column,
+    s_kq, s_end, s_square, s_decay, s_v, bar_ready, bar_free,
+    WAIT: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """Copy every chunk of a sequence as soon as it has been prepared and its stage is free."""
+    stage = 0
+    phase = 0
+    chunk = slot * HV + i_h
+    o_ahead = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    prepared = 0
+    for first in range(0, length, C):
+        if WAIT:
+            if first >= prepared:
+                ready = 0
+                while ready == 0:
+                    ahead = gl.minimum(o_ahead, (length - first - 1) // C)
+                    flags = load_acquire(p_ready + chunk + ahead * HV)
+                    ready = gl.min(gl.where(flags == 1, 32, o_ahead), 0)
+                fence_copies()
+                prepared = first + ready * C
+        mbarrier.wait(bar_free.index(stage), phase ^ 1)
+        bar = bar_ready.index(stage)
+        mbarrier.expect(
+            bar,
+            d_kq.block_type.nbytes + d_end.block_type.nbytes + d_square.block_type.nbytes + d_decay.block_type.nbytes
+            + PARTS * d_v.block_type.nbytes,
+        )  # fmt: skip
+        tma.async_copy_global_to_shared(d_kq, [chunk * (3 * C), 0], bar, s_kq.index(stage))
+        for part in gl.static_range(PARTS):
+            at = stage * PARTS + part
+            tma.async_copy_global_to_shared(d_v, [row + first, column + part * BV], bar, s_v.index(at))
+        tma.async_copy_global_to_shared(d_square, [chunk * (2 * C), 0], bar, s_square.index(stage))
+        tma.async_copy_global_to_shared(d_end, [chunk * (3 * C) + 2 * C, 0], bar, s_end.index(stage))
+        tma.async_copy_global_to_shared(d_decay, [chunk, 0], bar, s_decay.index(stage))
+        chunk += HV
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+
+
+@gluon.jit
+def _walk_by_token(
+    S, p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_o, raw_strides, o_t, batch, start, length, i_h, i_qk,
+    column, scale, lower_bound, K: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr,
+    HAS_DT_BIAS: gl.constexpr, NEG_EIGVAL: gl.constexpr,
+):  # fmt: skip
+    """The recurrence itself, from the raw inputs: a NaN or inf goes where it must, and no further."""
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h = raw_strides
+    STATE: gl.constexpr = S.type.layout
+    o_k = gl.arange(0, K, gl.SliceLayout(0, STATE))
+    o_v = column + gl.arange(0, BV, gl.SliceLayout(1, STATE))
+    a = 1.0
+    if HAS_A_LOG:
+        a = gl.exp(gl.load(p_A_log + i_h))
+    bias = gl.zeros([K], gl.float32, gl.SliceLayout(0, STATE))
+    if HAS_DT_BIAS:
+        bias = gl.load(p_dt_bias + i_h * K + o_k)
+    valid = o_k < K
+    p_q += batch * q_b + start * q_t + i_qk * q_h
+    p_k += batch * k_b + start * k_t + i_qk * k_h
+    p_v += batch * v_b + start * v_t + i_h * v_h
+    p_g += batch * g_b + start * g_t + i_h * g_h
+    p_beta += batch * beta_b + start * beta_t + i_h * beta_h
+    for t in range(0, length):
+        k = gl.load(p_k + o_k).to(gl.float32)
+        q = gl.load(p_q + o_k).to(gl.float32)
+        k *= gl.rsqrt(gl.sum(k * k, 0) + L2NORM_EPS)
+        q *= gl.rsqrt(gl.sum(q * q, 0) + L2NORM_EPS) * scale
+        g2 = log2_decay(gl.load(p_g + o_k).to(gl.float32), a, bias, lower_bound, valid, GATE)
+        S *= gl.expand_dims(exp2(g2), 0)
+        v = gl.load(p_v + o_v).to(gl.float32)
+        beta = activated_beta(gl.load(p_beta).to(gl.float32), True, NEG_EIGVAL)
+        u = beta * (v - gl.sum(S * gl.expand_dims(k, 0), 1))
+        S += gl.expand_dims(u, 1) * gl.expand_dims(k, 0)
+        o = gl.sum(S * gl.expand_dims(q, 0), 1)
+        gl.store(p_o + t.to(gl.int64) * o_t + o_v, o.to(p_o.dtype.element_ty))
+        p_q += q_t
+        p_k += k_t
+        p_v += v_t
+        p_g += g_t
+        p_beta += beta_t
+    return S
+
+
+@gluon.jit
+def _walk(
+    p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_o, raw_strides, S0_strides, S_strides, o_t,
+    batch, start, length, n, i_h, i_qk, column, part, scale, lower_bound,
+    s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free,
+    K: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
+    NEG_EIGVAL: gl.constexpr, HAS_S0: gl.constexpr,
+    STORE_S: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """The state of 64 columns of V from the first token to the last."""
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    TOKENS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
+    LEFT_OF_STATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
+    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    o_v = column + part * BV + gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(1, STATE)), 1)
+    o_k = gl.expand_dims(gl.arange(0, K, gl.SliceLayout(0, STATE)), 0)
+    S0_n, S0_h, S0_v, S0_k = S0_strides
+    if HAS_S0:
+        p_first = p_S0 + n * S0_n + i_h * S0_h + o_v * S0_v + o_k * S0_k
+        S = gl.load(p_first).to(gl.float32)
+    else:
+        S = gl.zeros([BV, K], gl.float32, STATE)
+    zero = gl.zeros([BV, C], gl.float32, TOKENS)
+    o_token = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, TOKENS)), 0)
+    o_row = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, OUT)), 1)
+    p_out = p_o + column + part * BV + gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(0, OUT)), 0) + o_row * o_t
+    stage = 0
+    phase = 0
+    for first in range(0, length, C):
+        b_S = gl.convert_layout(S.to(gl.bfloat16), LEFT)
+        mbarrier.wait(bar_ready.index(stage), phase)
+        kq = s_kq.index(stage)
+        K_S = warpgroup_mma(b_S, kq.slice(0, C).permute((1, 0)), zero, use_acc=False, is_async=True)
+        Q_S = warpgroup_mma(b_S, kq.slice(C, C).permute((1, 0)), zero, use_acc=False, is_async=True)
+        v = s_v.index(stage * PARTS + part).permute((1, 0)).load(TOKENS).to(gl.float32)
+        if first + C > length:
+            # The rows past the end are another sequence's.
+            v = gl.where(first + o_token < length, v, 0.0)
+        decay = gl.expand_dims(s_decay.index(stage).reshape((K,)).load(gl.SliceLayout(0, STATE)), 0)
+        K_S = warpgroup_mma_wait(1, deps=(K_S,))
+        # The tile holds minus K_plus.
+        R = (K_S + v).to(gl.bfloat16)
+        R = gl.reshape(gl.permute(gl.join(R, R), (0, 2, 1)), (BV, 2 * C))
+        R = gl.convert_layout(R, LEFT)
+        square = s_square.index(stage)
+        U = warpgroup_mma(R, square.slice(0, C).permute((1, 0)), zero, use_acc=False, is_async=True)
+        o = warpgroup_mma(R, square.slice(C, C).permute((1, 0)), Q_S, is_async=True)
+        S *= decay
+        U = warpgroup_mma_wait(1, deps=(U,))
+        # What one bfloat16 loses of U the state would keep for as long as the gate is slow.
+        high, low = pair(U)
+        S = warpgroup_mma(gl.convert_layout(high, LEFT_OF_STATE), s_end.index(stage), S, is_async=True)
+        S = warpgroup_mma(gl.convert_layout(low, LEFT_OF_STATE), s_end.index(stage), S, is_async=True)
+        o = warpgroup_mma_wait(2, deps=(o,))
+        s_o.permute((1, 0)).store(o.to(gl.bfloat16))
+        gl.thread_barrier()
+        gl.store(p_out + first.to(gl.int64) * o_t, s_o.load(OUT).to(p_o.dtype.element_ty), mask=first + o_row < length)
+        S = warpgroup_mma_wait(0, deps=(S,))
+        mbarrier.arrive(bar_free.index(stage), count=1)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    # 0 * x is not 0 for a NaN or inf, which a product of matrices has then also carried to earlier rows.
+    broken = gl.where(S * 0.0 == 0.0, 0, 1)
+    if gl.max(gl.max(broken, 1), 0) > 0:
+        if HAS_S0:
+            S = gl.load(p_first).to(gl.float32)
+        else:
+            S = gl.zeros([BV, K], gl.float32, STATE)
+        S = _walk_by_token(
+            S, p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_o, raw_strides, o_t, batch, start, length, i_h, i_qk,
+            column + part * BV, scale, lower_bound, K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL,
+        )  # fmt: skip
+    if STORE_S:
+        S_n, S_h, S_v, S_k = S_strides
+        gl.store(p_S + n * S_n + i_h * S_h + o_v * S_v + o_k * S_k, S.to(p_S.dtype.element_ty))
+
+
+@gluon.jit(do_not_specialize=["T", "N", "HV", "GROUP", "scale", "lower_bound"])
+def walk(
+    d_kq, d_end, d_square, d_decay, d_v, p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_ready, p_S0, p_S, p_o,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
+    S0_n, S0_h, S0_v, S0_k, S_n, S_h, S_v, S_k, o_b, o_t, o_h,
+    T, N, HV, GROUP, scale, lower_bound,
+    K: gl.constexpr, V: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
+    NEG_EIGVAL: gl.constexpr, PACKED: gl.constexpr,
+    HAS_S0: gl.constexpr, STORE_S: gl.constexpr, WAIT: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """One (sequence, value head, PARTS x 64 columns of V)."""
+    pid = gl.program_id(0)
+    SPLITS: gl.constexpr = V // (PARTS * BV)
+    i_v = pid % SPLITS
+    i_h = (pid // SPLITS) % HV
+    n = (pid // (SPLITS * HV)).to(gl.int64)
+    if PACKED:
+        start = gl.load(p_cu + n).to(gl.int64)
+        length = (gl.load(p_cu + n + 1) - start).to(gl.int32)
+        slot = first_slot(start, n, C)
+        batch = n * 0
+    else:
+        start = n * 0
+        length = T
+        slot = n * ((T + C - 1) // C)
+        batch = n
+    s_kq = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * C, K], d_kq.layout)
+    s_end = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], d_end.layout)
+    s_square = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * C, 2 * C], d_square.layout)
+    s_decay = gl.allocate_shared_memory(gl.float32, [STAGES, 1, K], d_decay.layout)
+    s_v = gl.allocate_shared_memory(gl.bfloat16, [STAGES * PARTS, C, BV], d_v.layout)
+    s_o = gl.allocate_shared_memory(gl.bfloat16, [PARTS, C, BV], gl.NVMMASharedLayout.get_default_for([C, BV], gl.bfloat16))
+    bar_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    bar_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(bar_ready.index(s), count=1)
+        mbarrier.init(bar_free.index(s), count=PARTS)
+    fence_async_shared()
+    row = (batch * T + start).to(gl.int32)
+    column = i_v * (PARTS * BV)
+    i_qk = i_h // GROUP
+    p_out = p_o + batch * o_b + start * o_t + i_h * o_h
+    raw = (q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h)
+    S0_strides = (S0_n, S0_h, S0_v, S0_k)
+    S_strides = (S_n, S_h, S_v, S_k)
+    slot = slot.to(gl.int32)
+    # Compile-time values keep their nature only in a tuple written out in the call.
+    if PARTS == 1:
+        gl.warp_specialize([
+            (_walk, (
+                p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_out, raw, S0_strides, S_strides, o_t,
+                batch, start, length, n, i_h, i_qk, column, 0, scale, lower_bound,
+                s_kq, s_end, s_square, s_decay, s_v, s_o.index(0), bar_ready, bar_free,
+                K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, HAS_S0, STORE_S, STAGES, PARTS,
+            )),
+            (_load_chunks, (
+                d_kq, d_end, d_square, d_decay, d_v, p_ready, slot, row, length, HV, i_h, i_h * V + column,
+                s_kq, s_end, s_square, s_decay, s_v, bar_ready, bar_free, WAIT, STAGES, PARTS,
+            )),
+        ], [1], [24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_walk, (
+                p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_out, raw, S0_strides, S_strides, o_t,
+                batch, start, length, n, i_h, i_qk, column, 0, scale, lower_bound,
+                s_kq, s_end, s_square, s_decay, s_v, s_o.index(0), bar_ready, bar_free,
+                K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, HAS_S0, STORE_S, STAGES, PARTS,
+            )),
+            (_walk, (
+                p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_out, raw, S0_strides, S_strides, o_t,
+                batch, start, length, n, i_h, i_qk, column, 1, scale, lower_bound,
+                s_kq, s_end, s_square, s_decay, s_v, s_o.index(1), bar_ready, bar_free,
+                K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, HAS_S0, STORE_S, STAGES, PARTS,
+            )),
+            (_load_chunks, (
+                d_kq, d_end, d_square, d_decay, d_v, p_ready, slot, row, length, HV, i_h, i_h * V + column,
+                s_kq, s_end, s_square, s_decay, s_v, bar_ready, bar_free, WAIT, STAGES, PARTS,
+            )),
+        ], [4, 1], [240, 24])  # fmt: skip
+    # The kernel after this one may count on the one before it, too.
+    wait_for_prerequisites()
