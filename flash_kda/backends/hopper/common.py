@@ -46,8 +46,14 @@ def wait_for_copies():
 
 
 @gluon.jit
-def load_acquire(p):
-    """int32 at the addresses ``p``; what was written before the values found there is seen by later loads."""
+def load_relaxed(p):
+    """int32 at the addresses ``p``, as other multiprocessors have written it; a fence must follow before their data."""
     return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [p.to(gl.int64)], gl.int32, is_pure=False, pack=1
+        "ld.relaxed.gpu.global.b32 $0, [$1];", "=r,l", [p.to(gl.int64)], gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def sleep():
+    """Leave the multiprocessor to others for about half a microsecond."""
+    gl.inline_asm_elementwise("nanosleep.u32 500; // $0", "=r", [], gl.int32, is_pure=False, pack=1)

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flash_kda.backends.hopper.common import fence_copies, load_acquire, pair, wait_for_prerequisites
+from flash_kda.backends.hopper.common import fence_copies, fence_gpu, load_relaxed, pair, sleep, wait_for_prerequisites
 from flash_kda.backends.triton.common import L2NORM_EPS, activated_beta, exp2, first_slot, log2_decay
 
 C, BV = gl.constexpr(32), gl.constexpr(64)
@@ -37,11 +37,13 @@ def _load_chunks(
     for first in range(0, length, C):
         if WAIT:
             if first >= prepared:
-                ready = 0
+                # One look tells of 32 chunks.
+                p_ahead = p_ready + chunk + gl.minimum(o_ahead, (length - first - 1) // C) * HV
+                ready = gl.min(gl.where(load_relaxed(p_ahead) == 1, 32, o_ahead), 0)
                 while ready == 0:
-                    ahead = gl.minimum(o_ahead, (length - first - 1) // C)
-                    flags = load_acquire(p_ready + chunk + ahead * HV)
-                    ready = gl.min(gl.where(flags == 1, 32, o_ahead), 0)
+                    sleep()
+                    ready = gl.min(gl.where(load_relaxed(p_ahead) == 1, 32, o_ahead), 0)
+                fence_gpu()
                 fence_copies()
                 prepared = first + ready * C
         mbarrier.wait(bar_free.index(stage), phase ^ 1)
