@@ -1,9 +1,10 @@
-"""One forward call on the GPU: workspace and the two launches."""
+"""One forward call on the GPU: what tells calls apart, and the scratch memory and launches that follow from it."""
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -11,12 +12,122 @@ from torch import Tensor
 
 from flash_kda.backends.triton import common
 from flash_kda.backends.triton.config import SEARCH, Config, Device, configure
-from flash_kda.backends.triton.launch import run
+from flash_kda.backends.triton.launch import Launch, Plan, Scratch
 from flash_kda.backends.triton.prepare import prepare
 from flash_kda.backends.triton.recurrence import recurrence
-from flash_kda.types import Inputs, LowerBoundGate, gate_parameters
+from flash_kda.types import Inputs, LowerBoundGate, Problem, Signature, gate_parameters
 
 GATES = {"log": common.LOG.value, "lower_bound": common.LOWER_BOUND.value, "softplus": common.SOFTPLUS.value}
+
+
+# What is passed to the kernels, by the names of their parameters without ``p_``.
+TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu", "S0", "S", "o")
+
+
+class Call(NamedTuple):
+    """All that the launches of a call follow from: everything but the addresses of its tensors.
+
+    Attributes:
+        out, final: dtype and strides of the results; None for a final state that is not wanted.
+    """
+
+    signature: Signature
+    scale: float
+    lower_bound: float
+    qk_l2norm: bool
+    beta_is_logit: bool
+    allow_neg_eigval: bool
+    out: tuple[torch.dtype, tuple[int, ...]]
+    final: tuple[torch.dtype, tuple[int, ...]] | None
+
+
+def strides(call: Call) -> dict[str, int]:
+    """Strides in elements, by tensor and dimension as the kernels name them; 0 for a state that is absent."""
+    of = call.signature
+    steps = {name: x.strides for name in ("q", "k", "v", "g", "beta") if (x := of.layout(name))} | {"o": call.out[1]}
+    S0 = of.layout("initial_state")
+    states = {"S0": S0.strides if S0 else (0,) * 4, "S": call.final[1] if call.final else (0,) * 4}
+    found = {f"{name}_{d}": step for name, x in steps.items() for d, step in zip("bth", x, strict=False)}
+    if of.problem.B == 1:
+        # Without use, and they would tell apart the kernels for different T.
+        found |= {f"{name}_b": 0 for name in steps}
+    dimensions = "nhvk" if of.state_layout == "vk" else "nhkv"
+    return found | {f"{name}_{d}": step for name, x in states.items() for d, step in zip(dimensions, x, strict=True)}
+
+
+def square_operand(call: Call, config: Config) -> tl.dtype:
+    """What the squares are made from: float16 where their entries are bounded, which it then holds best.
+
+    With unit keys and beta in [0, 2] each step contracts, so no entry of T exceeds 2.
+    """
+    bounded = call.qk_l2norm and call.beta_is_logit and abs(call.scale) <= 64.0
+    return tl.float16 if config.split and bounded else tl.float32
+
+
+def slots(p: Problem, C: int) -> int:
+    """Chunks in the workspace: an upper bound that needs no lengths when sequences are packed."""
+    return p.T // C + 1 + (p.N or 0) if p.packed else p.B * math.ceil(p.T / C)
+
+
+def describe(call: Call, config: Config) -> tuple[Scratch, list[Launch]]:
+    """Scratch memory, and launches in their order. T and N are at least 1.
+
+    A kernel finds what it takes by the names of its parameters: tensors of the call and pieces of the scratch memory
+    with ``p_`` before the name, everything else among the launch's values.
+    """
+    p, C, BK = call.signature.problem, config.C, config.BK
+    HV, N = p.HV or p.H, p.N or p.B
+    chunks = slots(p, C) * HV
+    tile_dtype = torch.bfloat16 if config.split else torch.float32
+    scratch = {
+        "decay": (chunks * BK, torch.float32),
+        "tiles": (chunks * 3 * C * BK, tile_dtype),
+        "squares": (chunks * 2 * config.square_elements, tile_dtype),
+    }
+    values = strides(call) | {
+        "T": p.T,
+        "N": N,
+        "HV": HV,
+        "GROUP": HV // p.H,
+        "scale": call.scale,
+        "lower_bound": call.lower_bound,
+        "K": p.K,
+        "V": p.V,
+        "C": C,
+        "BK": BK,
+        "SEGMENTS": config.segments,
+        "GATE": GATES[p.gate],
+        "HAS_A_LOG": call.signature.layout("A_log") is not None,
+        "HAS_DT_BIAS": call.signature.layout("dt_bias") is not None,
+        "QK_L2NORM": call.qk_l2norm,
+        "BETA_IS_LOGIT": call.beta_is_logit,
+        "NEG_EIGVAL": call.allow_neg_eigval,
+        "PACKED": p.packed,
+        "TILE": tl.bfloat16 if config.split else tl.float32,
+        "SPLIT": config.split,
+        "PRECISION": "tf32" if config.split else "tf32x3",
+        # The preparation's own.
+        "SEARCH": SEARCH,
+        "SQUARE": square_operand(call, config),
+        # The recurrence's own.
+        "BV": config.BV,
+        "HAS_S0": call.signature.layout("initial_state") is not None,
+        "STORE_S": call.final is not None,
+        "STAGES": config.stages,
+    }
+    preparations = [(common.ALL.value, config.BC)]
+    if p.gate != "lower_bound":
+        scratch["hard"] = (chunks, torch.int8)
+        preparations = [(common.EASY.value, config.BC), (common.HARD.value, config.hard_BC)]
+    launches = [
+        Launch(prepare, chunks, values | {"CHUNKS": which, "BC": BC}, {"num_warps": config.prepare_warps})
+        for which, BC in preparations
+    ]
+    options = {"num_warps": config.recurrence_warps}
+    if config.recurrence_registers is not None:
+        options["maxnreg"] = config.recurrence_registers
+    launches.append(Launch(recurrence, N * HV * math.ceil(p.V / config.BV), values, options))
+    return scratch, launches
 
 
 @lru_cache
@@ -26,101 +137,51 @@ def device_facts(index: int) -> Device:
     return Device(p.major * 10 + p.minor, p.multi_processor_count, shared, int(p.shared_memory_per_multiprocessor))
 
 
-def options(inputs: Inputs, config: Config) -> dict[str, object]:
-    """Compile-time arguments that both kernels share."""
-    A_log, dt_bias = gate_parameters(inputs.gate)
-    return {
-        "K": inputs.q.shape[3],
-        "V": inputs.v.shape[3],
-        "C": config.C,
-        "BK": config.BK,
-        "SEGMENTS": config.segments,
-        "GATE": GATES[inputs.gate.kind],
-        "HAS_A_LOG": A_log is not None,
-        "HAS_DT_BIAS": dt_bias is not None,
-        "QK_L2NORM": inputs.qk_l2norm,
-        "BETA_IS_LOGIT": inputs.beta_is_logit,
-        "NEG_EIGVAL": inputs.allow_neg_eigval,
-        "PACKED": inputs.cu_seqlens is not None,
-        "TILE": tl.bfloat16 if config.split else tl.float32,
-        "SPLIT": config.split,
-        "PRECISION": "tf32" if config.split else "tf32x3",
-    }
+@lru_cache(maxsize=1024)
+def plan(call: Call) -> Plan:
+    """The plan of every such call."""
+    device = call.signature.device
+    return Plan(device, TENSORS, *describe(call, configure(call.signature.problem, device_facts(device.index))))
 
 
-def square_operand(inputs: Inputs, config: Config) -> tl.dtype:
-    """What the squares are made from: float16 where their entries are bounded, which it then holds best.
-
-    With unit keys and beta in [0, 2] each step contracts, so no entry of T exceeds 2.
-    """
-    bounded = inputs.qk_l2norm and inputs.beta_is_logit and abs(inputs.scale) <= 64.0
-    return tl.float16 if config.split and bounded else tl.float32
-
-
-def slots(inputs: Inputs, C: int) -> int:
-    """Chunks in the workspace: an upper bound that needs no lengths when sequences are packed."""
-    B, T = inputs.q.shape[:2]
-    return B * math.ceil(T / C) if inputs.cu_seqlens is None else T // C + 1 + inputs.num_sequences
-
-
-def state_strides(S: Tensor, layout: str) -> tuple[int, int, int, int]:
-    """Strides by sequence, head, v and k."""
-    n, h, a, b = S.stride()
-    return (n, h, a, b) if layout == "vk" else (n, h, b, a)
-
-
-def launch(inputs: Inputs, config: Config, out: Tensor, final: Tensor | None) -> None:
+def launch(inputs: Inputs, out: Tensor, final: Tensor | None) -> None:
     """Write the output and, if given, the final state. T and N are at least 1."""
-    q, k, v, g, beta, gate = inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.gate
-    T, HV, V = q.shape[1], v.shape[2], v.shape[3]
-    C, BK, N = config.C, config.BK, inputs.num_sequences
-    chunks = slots(inputs, C) * HV
-    tile_dtype = torch.bfloat16 if config.split else torch.float32
-    tiles = q.new_empty(chunks * 3 * C * BK, dtype=tile_dtype)
-    squares = q.new_empty(chunks * 2 * config.square_elements, dtype=tile_dtype)
-    decay = q.new_empty(chunks * BK, dtype=torch.float32)
+    q, k, v, g, beta, gate, S0, cu = *inputs[:6], inputs.initial_state, inputs.cu_seqlens
     A_log, dt_bias = gate_parameters(gate)
-    # An argument that a kernel does not read still needs a pointer: decay stands in for those that are absent.
-    A_log = decay if A_log is None else A_log.float().contiguous()
-    dt_bias = decay if dt_bias is None else dt_bias.float().contiguous()
-    cu = decay if inputs.cu_seqlens is None else inputs.cu_seqlens.contiguous()
-    row_strides = (*q.stride()[:3], *k.stride()[:3])
-    gate_strides = (*g.stride()[:3], *beta.stride())
-    lower_bound = gate.lower_bound if isinstance(gate, LowerBoundGate) else 0.0
-    numbers = (T, N, HV, HV // q.shape[2], inputs.scale, float(lower_bound))
-    shared = options(inputs, config)
-    bounded = gate.kind == "lower_bound"
-    hard = decay if bounded else q.new_empty(chunks, dtype=torch.int8)
-    easy_and_hard = ((common.EASY.value, config.BC), (common.HARD.value, config.hard_BC))
-    for which, BC in ((common.ALL.value, config.BC),) if bounded else easy_and_hard:
-        tensors: tuple[Tensor, ...] = (q, k, g, beta, A_log, dt_bias, cu, tiles, squares, decay, hard, out)
-        strides: tuple[int, ...] = (*row_strides, *gate_strides, *out.stride()[:3])
-        constants = {"BC": BC, "SEARCH": SEARCH, "CHUNKS": which, "SQUARE": square_operand(inputs, config)}
-        run(prepare, chunks, tensors, strides, numbers, shared | constants, config.prepare_warps)
-    S0 = inputs.initial_state
-    S0_strides = (0, 0, 0, 0) if S0 is None else state_strides(S0, inputs.state_layout)
-    S_strides = (0, 0, 0, 0) if final is None else state_strides(final, inputs.state_layout)
-    states = (decay if S0 is None else S0, decay if final is None else final)
-    tensors = (q, k, v, g, beta, A_log, dt_bias, cu, tiles, squares, decay, *states, out)
-    strides = (*row_strides, *v.stride()[:3], *gate_strides, *S0_strides, *S_strides, *out.stride()[:3])
-    constants = {"BV": config.BV, "HAS_S0": S0 is not None, "STORE_S": final is not None, "STAGES": config.stages}
-    programs = N * HV * math.ceil(V / config.BV)
-    warps, registers = config.recurrence_warps, config.recurrence_registers
-    run(recurrence, programs, tensors, strides, numbers, shared | constants, warps, registers)
+    call = Call(
+        inputs.signature,
+        inputs.scale or 0.0,  # 0.0 and -0.0 are equal: one of them for both
+        float(gate.lower_bound) if isinstance(gate, LowerBoundGate) else 0.0,
+        inputs.qk_l2norm,
+        inputs.beta_is_logit,
+        inputs.allow_neg_eigval,
+        (out.dtype, out.stride()),
+        None if final is None else (final.dtype, final.stride()),
+    )
+    A_log = None if A_log is None else A_log.float().contiguous()
+    dt_bias = None if dt_bias is None else dt_bias.float().contiguous()
+    cu = None if cu is None else cu.contiguous()
+    plan(call)((q, k, v, g, beta, A_log, dt_bias, cu, S0, final, out))
 
 
 def forward(inputs: Inputs, out: Tensor | None, final: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Output ``[B, T, HV, V]`` in v's dtype and final state (None unless asked for), into the tensors given."""
+    signature, S0 = inputs.signature, inputs.initial_state
+    problem, device = signature.problem, signature.device
     if out is None:
-        out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=inputs.v.device)
+        out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
     if final is None and inputs.output_final_state:
-        final = torch.empty(inputs.state_shape, dtype=inputs.state_dtype, device=inputs.v.device)
-    if inputs.num_sequences == 0 or inputs.q.shape[1] == 0:
+        if S0 is None:
+            final = torch.empty(inputs.state_shape, dtype=problem.state_dtype, device=device)
+        else:
+            final = torch.empty_like(S0, memory_format=torch.contiguous_format)
+    if problem.N == 0 or problem.T == 0:
         out.zero_()
         if final is not None:
-            final.zero_() if inputs.initial_state is None else final.copy_(inputs.initial_state)
-        return out, final
-    device = inputs.q.device
-    with torch.cuda.device(device):
-        launch(inputs, configure(inputs.problem, device_facts(device.index)), out, final)
+            final.zero_() if S0 is None else final.copy_(S0)
+    elif device.index == torch.cuda.current_device():
+        launch(inputs, out, final)
+    else:
+        with torch.cuda.device(device):
+            launch(inputs, out, final)
     return out, final
