@@ -15,11 +15,9 @@ from flash_kda.backends.triton.config import SEARCH, Config, Device, configure
 from flash_kda.backends.triton.launch import Launch, Plan, Scratch
 from flash_kda.backends.triton.prepare import prepare
 from flash_kda.backends.triton.recurrence import recurrence
-from flash_kda.types import Inputs, LowerBoundGate, Problem, Signature, gate_parameters
+from flash_kda.types import Inputs, LowerBoundGate, Problem, Signature, StateLayout, gate_parameters
 
 GATES = {"log": common.LOG.value, "lower_bound": common.LOWER_BOUND.value, "softplus": common.SOFTPLUS.value}
-
-
 # What is passed to the kernels, by the names of their parameters without ``p_``.
 TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu", "S0", "S", "o")
 
@@ -41,18 +39,28 @@ class Call(NamedTuple):
     final: tuple[torch.dtype, tuple[int, ...]] | None
 
 
+def state_strides(S: tuple[int, ...] | None, layout: StateLayout) -> tuple[int, ...]:
+    """Strides of states by sequence, head, v and k; zeros where there are none."""
+    n, h, a, b = S or (0, 0, 0, 0)
+    return (n, h, a, b) if layout == "vk" else (n, h, b, a)
+
+
 def strides(call: Call) -> dict[str, int]:
-    """Strides in elements, by tensor and dimension as the kernels name them; 0 for a state that is absent."""
+    """Strides in elements, by tensor and dimension as the kernels name them."""
     of = call.signature
-    steps = {name: x.strides for name in ("q", "k", "v", "g", "beta") if (x := of.layout(name))} | {"o": call.out[1]}
-    S0 = of.layout("initial_state")
-    states = {"S0": S0.strides if S0 else (0,) * 4, "S": call.final[1] if call.final else (0,) * 4}
-    found = {f"{name}_{d}": step for name, x in steps.items() for d, step in zip("bth", x, strict=False)}
+    rows = {name: x.strides for name in ("q", "k", "v", "g", "beta") if (x := of.layout(name))} | {"o": call.out[1]}
     if of.problem.B == 1:
-        # Without use, and they would tell apart the kernels for different T.
-        found |= {f"{name}_b": 0 for name in steps}
-    dimensions = "nhvk" if of.state_layout == "vk" else "nhkv"
-    return found | {f"{name}_{d}": step for name, x in states.items() for d, step in zip(dimensions, x, strict=True)}
+        # That of the only batch row is of no use, and would have kernels compiled that differ in it alone.
+        rows = {name: (0, *x[1:]) for name, x in rows.items()}
+    S0, S = of.layout("initial_state"), call.final
+    states = {
+        "S0": state_strides(S0 and S0.strides, of.state_layout),
+        "S": state_strides(S and S[1], of.state_layout),
+    }
+    return {
+        **{f"{name}_{d}": step for name, x in rows.items() for d, step in zip("bth", x, strict=False)},
+        **{f"{name}_{d}": step for name, x in states.items() for d, step in zip("nhvk", x, strict=True)},
+    }
 
 
 def square_operand(call: Call, config: Config) -> tl.dtype:
@@ -69,64 +77,67 @@ def slots(p: Problem, C: int) -> int:
     return p.T // C + 1 + (p.N or 0) if p.packed else p.B * math.ceil(p.T / C)
 
 
-def describe(call: Call, config: Config) -> tuple[Scratch, list[Launch]]:
-    """Scratch memory, and launches in their order. T and N are at least 1.
-
-    A kernel finds what it takes by the names of its parameters: tensors of the call and pieces of the scratch memory
-    with ``p_`` before the name, everything else among the launch's values.
-    """
-    p, C, BK = call.signature.problem, config.C, config.BK
-    HV, N = p.HV or p.H, p.N or p.B
-    chunks = slots(p, C) * HV
-    tile_dtype = torch.bfloat16 if config.split else torch.float32
-    scratch = {
-        "decay": (chunks * BK, torch.float32),
-        "tiles": (chunks * 3 * C * BK, tile_dtype),
-        "squares": (chunks * 2 * config.square_elements, tile_dtype),
-    }
-    values = strides(call) | {
+def values(call: Call, config: Config) -> dict[str, object]:
+    """What kernels take besides tensors, by the names of their parameters; each kernel takes what it needs."""
+    of, p = call.signature, call.signature.problem
+    HV = p.HV or p.H
+    return strides(call) | {
         "T": p.T,
-        "N": N,
+        "N": p.N,
         "HV": HV,
         "GROUP": HV // p.H,
         "scale": call.scale,
         "lower_bound": call.lower_bound,
         "K": p.K,
         "V": p.V,
-        "C": C,
-        "BK": BK,
+        "C": config.C,
+        "BK": config.BK,
+        "BV": config.BV,
         "SEGMENTS": config.segments,
+        "STAGES": config.stages,
+        "SEARCH": SEARCH,
         "GATE": GATES[p.gate],
-        "HAS_A_LOG": call.signature.layout("A_log") is not None,
-        "HAS_DT_BIAS": call.signature.layout("dt_bias") is not None,
+        "HAS_A_LOG": of.layout("A_log") is not None,
+        "HAS_DT_BIAS": of.layout("dt_bias") is not None,
         "QK_L2NORM": call.qk_l2norm,
         "BETA_IS_LOGIT": call.beta_is_logit,
         "NEG_EIGVAL": call.allow_neg_eigval,
         "PACKED": p.packed,
+        "HAS_S0": of.layout("initial_state") is not None,
+        "STORE_S": call.final is not None,
         "TILE": tl.bfloat16 if config.split else tl.float32,
+        "SQUARE": square_operand(call, config),
         "SPLIT": config.split,
         "PRECISION": "tf32" if config.split else "tf32x3",
-        # The preparation's own.
-        "SEARCH": SEARCH,
-        "SQUARE": square_operand(call, config),
-        # The recurrence's own.
-        "BV": config.BV,
-        "HAS_S0": call.signature.layout("initial_state") is not None,
-        "STORE_S": call.final is not None,
-        "STAGES": config.stages,
     }
-    preparations = [(common.ALL.value, config.BC)]
-    if p.gate != "lower_bound":
-        scratch["hard"] = (chunks, torch.int8)
-        preparations = [(common.EASY.value, config.BC), (common.HARD.value, config.hard_BC)]
-    launches = [
-        Launch(prepare, chunks, values | {"CHUNKS": which, "BC": BC}, {"num_warps": config.prepare_warps})
-        for which, BC in preparations
-    ]
-    options = {"num_warps": config.recurrence_warps}
-    if config.recurrence_registers is not None:
-        options["maxnreg"] = config.recurrence_registers
-    launches.append(Launch(recurrence, N * HV * math.ceil(p.V / config.BV), values, options))
+
+
+def describe(call: Call, config: Config) -> tuple[Scratch, list[Launch]]:
+    """Scratch memory, and launches in their order. T and N are at least 1.
+
+    A kernel finds its tensors by the names of its parameters, ``p_`` and a name of :data:`TENSORS` or of the scratch
+    memory.
+    """
+    p, C = call.signature.problem, config.C
+    HV, N = p.HV or p.H, p.N or p.B
+    chunks = slots(p, C) * HV
+    bounded = p.gate == "lower_bound"
+    tile_dtype = torch.bfloat16 if config.split else torch.float32
+    scratch = {
+        "tiles": (chunks * 3 * C * config.BK, tile_dtype),
+        "squares": (chunks * 2 * config.square_elements, tile_dtype),
+        "decay": (chunks * config.BK, torch.float32),
+        "hard": (0 if bounded else chunks, torch.int8),
+    }
+    common_values = values(call, config)
+    easy_and_hard = ((common.EASY.value, config.BC), (common.HARD.value, config.hard_BC))
+    launches = []
+    for which, BC in ((common.ALL.value, config.BC),) if bounded else easy_and_hard:
+        own = {"CHUNKS": which, "BC": BC}
+        launches.append(Launch(prepare, chunks, common_values | own, {"num_warps": config.prepare_warps}))
+    programs = N * HV * math.ceil(p.V / config.BV)
+    options = {"num_warps": config.recurrence_warps, "maxnreg": config.recurrence_registers}
+    launches.append(Launch(recurrence, programs, common_values, options))
     return scratch, launches
 
 
@@ -146,7 +157,7 @@ def plan(call: Call) -> Plan:
 
 def launch(inputs: Inputs, out: Tensor, final: Tensor | None) -> None:
     """Write the output and, if given, the final state. T and N are at least 1."""
-    q, k, v, g, beta, gate, S0, cu = *inputs[:6], inputs.initial_state, inputs.cu_seqlens
+    gate, cu = inputs.gate, inputs.cu_seqlens
     A_log, dt_bias = gate_parameters(gate)
     call = Call(
         inputs.signature,
@@ -158,10 +169,14 @@ def launch(inputs: Inputs, out: Tensor, final: Tensor | None) -> None:
         (out.dtype, out.stride()),
         None if final is None else (final.dtype, final.stride()),
     )
-    A_log = None if A_log is None else A_log.float().contiguous()
-    dt_bias = None if dt_bias is None else dt_bias.float().contiguous()
-    cu = None if cu is None else cu.contiguous()
-    plan(call)((q, k, v, g, beta, A_log, dt_bias, cu, S0, final, out))
+    tensors = (
+        *(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta),
+        None if A_log is None else A_log.float().contiguous(),
+        None if dt_bias is None else dt_bias.float().contiguous(),
+        None if cu is None else cu.contiguous(),
+        *(inputs.initial_state, final, out),
+    )
+    plan(call)(tensors)
 
 
 def forward(inputs: Inputs, out: Tensor | None, final: Tensor | None) -> tuple[Tensor, Tensor | None]:

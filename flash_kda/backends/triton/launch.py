@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
-# Pieces of one allocation by name: elements and dtype.
+# Pieces of one allocation, by name: elements and dtype.
 Scratch: TypeAlias = Mapping[str, tuple[int, torch.dtype]]
 # Of every piece, in bytes.
 ALIGNMENT = 128
@@ -84,11 +84,13 @@ def _hooked() -> bool:
 class Plan:
     """The launches of all calls that differ in addresses alone, and the scratch memory that the launches share.
 
+    A parameter that a kernel does not read still needs a pointer: the call's first tensor stands in for those that are
+    None, and for pieces of the scratch memory without elements.
+
     Args:
         device: where the tensors are.
-        tensors: names of the tensors that a call passes, or passes None for.
-        scratch: its first piece stands in for tensors that are absent: a parameter that a kernel does not read still
-            needs a pointer.
+        tensors: names of what a call passes: tensors, and None where no call has one.
+        scratch: allocated anew by every call.
         launches: in order.
     """
 
@@ -107,34 +109,31 @@ class Plan:
         self._steps: dict[tuple[bool, ...], list[_Step]] = {}
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> None:
-        """Launch on these tensors, the same of which are None in every call, on the current stream of the device."""
+        """Launch on the current stream of the device, which must be the current device."""
         memory = torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
         start = memory.data_ptr()
-        pointers = [start if x is None else x.data_ptr() for x in tensors]
+        pointers = [0 if x is None else x.data_ptr() for x in tensors]
         pointers += [start + offset for offset in self.offsets]
         aligned = tuple([pointer % 16 == 0 for pointer in pointers])
         steps = self._steps.get(aligned)
         if steps is None or _hooked():
-            self._launch_by_triton([*tensors, *self._pieces(memory)], aligned)
+            self._launch_by_triton(tensors, memory, aligned)
             return
         stream = driver.active.get_current_stream(self.index)
         for run, programs, fixed, pick, arguments in steps:
             run(programs, 1, 1, stream, *fixed, *pick(pointers), *arguments)
 
-    def _pieces(self, memory: Tensor) -> list[Tensor]:
-        """The scratch memory's pieces as tensors."""
-        where = zip(self.offsets, self.scratch.values(), strict=True)
-        return [memory[at : at + elements * dtype.itemsize].view(dtype) for at, (elements, dtype) in where]
-
-    def _launch_by_triton(self, tensors: Sequence[Tensor | None], aligned: tuple[bool, ...]) -> None:
+    def _launch_by_triton(self, tensors: Sequence[Tensor | None], memory: Tensor, aligned: tuple[bool, ...]) -> None:
         """Launch as Triton does, which compiles where it must, and keep what it chose for the next call."""
-        present = {name: i for name, i in self._position.items() if tensors[i] is not None}
-        stand_in = self._position[next(iter(self.scratch))]
+        sizes = [(elements * dtype.itemsize, dtype) for elements, dtype in self.scratch.values()]
+        pieces = [memory[at : at + n].view(dtype) for at, (n, dtype) in zip(self.offsets, sizes, strict=True)]
+        given = [*tensors, *(x if x.numel() else None for x in pieces)]
         steps = []
         for launch in self.launches:
-            pick = itemgetter(*[present.get(name, stand_in) for name in launch.tensors])
+            positions = [self._position[name] for name in launch.tensors]
+            pick = itemgetter(*[0 if given[i] is None else i for i in positions])
             arguments = launch.arguments
-            compiled = launch.kernel[(launch.programs,)](*pick(tensors), *arguments, **launch.options)
+            compiled = launch.kernel[(launch.programs,)](*pick(given), *arguments, **launch.options)
             if (runner := _runner(compiled)) is not None:
                 steps.append(_Step(runner[0], launch.programs, runner[1], pick, arguments))
         if len(steps) == len(self.launches):
