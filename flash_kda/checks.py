@@ -60,8 +60,6 @@ def _dense_last(name: str, x: Layout) -> None:
 
 
 def _number(name: str, x: object) -> float:
-    if type(x) is float:
-        return x
     if isinstance(x, bool) or not isinstance(x, Real):
         raise TypeError(f"{name}: got {x!r}, expected a number")
     return float(x)
@@ -100,9 +98,12 @@ def _check_rows(signature: Signature) -> tuple[Layout, Layout]:
 
 
 def _check_gate(signature: Signature, HV: int, K: int, device: torch.device) -> None:
-    """Check a gate and its parameters against HV value heads of size K."""
-    if not issubclass(signature.gate, LowerBoundGate | SoftplusGate | LogGate):
-        raise TypeError(f"gate: got {signature.gate.__name__}, expected LowerBoundGate, SoftplusGate or LogGate")
+    """Check a gate against HV value heads of size K."""
+    gate, lower_bound = signature.gate, signature.lower_bound
+    if not issubclass(gate, LowerBoundGate | SoftplusGate | LogGate):
+        raise TypeError(f"gate: got {gate.__name__}, expected LowerBoundGate, SoftplusGate or LogGate")
+    if issubclass(gate, LowerBoundGate) and not LOWEST_BOUND <= _number("lower_bound", lower_bound) < 0:
+        raise ValueError(f"lower_bound: got {lower_bound}, expected a value in [{LOWEST_BOUND}, 0)")
     A_log, dt_bias = signature.layouts["A_log"], signature.layouts["dt_bias"]
     if A_log is not NoneType:
         A_log = _tensor("A_log", A_log)
@@ -119,24 +120,42 @@ def _check_gate(signature: Signature, HV: int, K: int, device: torch.device) -> 
         _device("dt_bias", dt_bias, device)
 
 
+def _check_cu_seqlens(cu_seqlens: Layout, B: int, device: torch.device) -> None:
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens: got {cu_seqlens.dtype}, expected int32 or int64")
+    if len(cu_seqlens.shape) != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}, expected [N + 1]")
+    if B != 1:
+        raise ValueError(f"cu_seqlens: got a batch of {B} with packed sequences, expected q of shape [1, T, H, K]")
+    _device("cu_seqlens", cu_seqlens, device)
+
+
+def _check_options(signature: Signature) -> None:
+    if signature.scale is not None and not math.isfinite(_number("scale", signature.scale)):
+        raise ValueError(f"scale: got {signature.scale}, expected a finite number")
+    for name in ("output_final_state", "qk_l2norm", "beta_is_logit", "allow_neg_eigval"):
+        if not isinstance(flag := getattr(signature, name), bool):
+            raise TypeError(f"{name}: got {flag!r}, expected True or False")
+    if signature.allow_neg_eigval and not signature.beta_is_logit:
+        raise ValueError(
+            "allow_neg_eigval: got True with beta_is_logit=False, expected logits: it doubles their sigmoid"
+        )
+    if signature.state_layout not in ("vk", "kv"):
+        raise ValueError(f"state_layout: got {signature.state_layout!r}, expected 'vk' or 'kv'")
+
+
 @lru_cache(maxsize=1024)
 def check_signature(signature: Signature) -> None:
-    """Check that the tensors of a call fit each other: types, shapes, dtypes, devices and strides."""
+    """Check everything about a call that is no data. A signature that was right is not looked at again."""
     q, v = _check_rows(signature)
-    B, _, _, K = q.shape
-    HV, V = v.shape[2:]
+    (B, _, _, K), (_, _, HV, V) = q.shape, v.shape
     _check_gate(signature, HV, K, q.device)
     N = B
     if (cu_seqlens := signature.layouts["cu_seqlens"]) is not NoneType:
         cu_seqlens = _tensor("cu_seqlens", cu_seqlens)
-        if cu_seqlens.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"cu_seqlens: got {cu_seqlens.dtype}, expected int32 or int64")
-        if len(cu_seqlens.shape) != 1 or cu_seqlens.shape[0] < 1:
-            raise ValueError(f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}, expected [N + 1]")
-        if B != 1:
-            raise ValueError(f"cu_seqlens: got a batch of {B} with packed sequences, expected q of shape [1, T, H, K]")
-        _device("cu_seqlens", cu_seqlens, q.device)
+        _check_cu_seqlens(cu_seqlens, B, q.device)
         N = cu_seqlens.shape[0] - 1
+    _check_options(signature)
     if (S0 := signature.layouts["initial_state"]) is not NoneType:
         S0 = _tensor("initial_state", S0)
         _dtype("initial_state", S0, STATE_DTYPES)
@@ -175,32 +194,14 @@ def check(
     state_layout: StateLayout,
 ) -> Inputs:
     """Check the arguments of :func:`flash_kda.kda` and bring them into one value. Reads no tensor data on a GPU."""
-    if state_layout not in ("vk", "kv"):
-        raise ValueError(f"state_layout: got {state_layout!r}, expected 'vk' or 'kv'")
-    signature = Signature.of(q, k, v, g, beta, gate, initial_state, cu_seqlens, state_layout)
+    options = (output_final_state, cu_seqlens, qk_l2norm, beta_is_logit, allow_neg_eigval, state_layout)
+    signature = Signature.of(q, k, v, g, beta, gate, scale, initial_state, *options)
     check_signature(signature)
     if cu_seqlens is not None and cu_seqlens.is_cpu:
         check_boundaries(cu_seqlens, signature.problem.T)
-    if isinstance(gate, LowerBoundGate) and not LOWEST_BOUND <= _number("lower_bound", gate.lower_bound) < 0:
-        raise ValueError(f"lower_bound: got {gate.lower_bound}, expected a value in [{LOWEST_BOUND}, 0)")
-    scale = signature.problem.K**-0.5 if scale is None else _number("scale", scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale: got {scale}, expected a finite number")
-    for name, flag in (
-        ("output_final_state", output_final_state),
-        ("qk_l2norm", qk_l2norm),
-        ("beta_is_logit", beta_is_logit),
-        ("allow_neg_eigval", allow_neg_eigval),
-    ):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name}: got {flag!r}, expected True or False")
-    if allow_neg_eigval and not beta_is_logit:
-        raise ValueError(
-            "allow_neg_eigval: got True with beta_is_logit=False, expected logits: it doubles their sigmoid"
-        )
+    scale = signature.problem.K**-0.5 if scale is None else float(scale)
     if not isinstance(gate, LogGate) and gate.dt_bias is not None and gate.dt_bias.ndim == 1:
         gate = replace(gate, dt_bias=gate.dt_bias.reshape(v.shape[2], -1))
-    options = (output_final_state, cu_seqlens, qk_l2norm, beta_is_logit, allow_neg_eigval, state_layout)
     inputs = Inputs(q, k, v, g, beta, gate, scale, initial_state, *options)
     inputs.__dict__["signature"] = signature  # not to be worked out again
     return inputs

@@ -113,18 +113,24 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Signature:
-    """What the tensors of a call are, without their data. Equal signatures are one object.
+    """All of a call but the data of its tensors, before anything is checked. Equal signatures are one object.
 
-    What follows from a signature alone (do the tensors fit each other, which problem do they pose, what is launched for
-    them) is worked out once and kept for it: in a call that repeats a signature nothing of that takes time.
+    What follows from a signature alone (whether the arguments are right, the problem, the launches) is worked out once
+    and kept for it: in a call that repeats a signature nothing of that takes time.
 
     Attributes:
-        gate: type of the gate.
-        state_layout: of the states.
-        layouts: by the names of the arguments. What is no tensor is told by its type, NoneType if it is absent.
+        gate: type of the gate. lower_bound: the gate's, None where it has none.
+        layouts: of the tensors, by the names of the arguments. What is no tensor is told by its type: NoneType if it is
+            absent.
     """
 
     gate: type
+    lower_bound: float | None
+    scale: float | None
+    output_final_state: bool
+    qk_l2norm: bool
+    beta_is_logit: bool
+    allow_neg_eigval: bool
     state_layout: StateLayout
     layouts: Mapping[str, Layout | type]
 
@@ -136,32 +142,41 @@ class Signature:
         g: Tensor,
         beta: Tensor,
         gate: Gate,
+        scale: float | None,
         initial_state: Tensor | None,
+        output_final_state: bool,
         cu_seqlens: Tensor | None,
+        qk_l2norm: bool,
+        beta_is_logit: bool,
+        allow_neg_eigval: bool,
         state_layout: StateLayout,
     ) -> Signature:
-        """The signature of these arguments, whatever they are."""
+        """The signature of a call of :func:`flash_kda.kda` with these arguments, whatever they are."""
         A_log, dt_bias = getattr(gate, "A_log", None), getattr(gate, "dt_bias", None)
         tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
-        layouts: list[Any] = [
-            (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in tensors
-        ]
-        kind: Any = type(gate)
-        return _signature(kind, state_layout, *layouts)
+        arguments: Any = (
+            *(type(gate), getattr(gate, "lower_bound", None), scale, output_final_state),
+            *(qk_l2norm, beta_is_logit, allow_neg_eigval, state_layout),
+            *[(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in tensors],
+        )
+        try:
+            return _signature(*arguments)
+        except TypeError:  # an option that cannot be a key, nor right: the checks name it
+            return _signature.__wrapped__(*arguments)
 
     def layout(self, name: str) -> Layout | None:
-        """The layout of an argument; None if it is absent."""
+        """The layout of a tensor; None if it is absent."""
         found = self.layouts[name]
         return found if isinstance(found, Layout) else None
 
     @cached_property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """Where the tensors of a right call are."""
         return cast(Layout, self.layouts["q"]).device
 
     @cached_property
     def problem(self) -> Problem:
-        """The problem that tensors which fit each other pose where no gradient is wanted."""
+        """The problem that a right call poses where no gradient is wanted."""
         q, v = cast(Layout, self.layouts["q"]), cast(Layout, self.layouts["v"])
         cu, S0 = self.layout("cu_seqlens"), self.layout("initial_state")
         return Problem(
@@ -184,11 +199,15 @@ class Signature:
         return replace(self.problem, grad=True)
 
 
-@lru_cache(maxsize=1024)
-def _signature(gate: type, state_layout: StateLayout, *layouts: tuple[Any, ...] | type) -> Signature:
-    names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
+_TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
+
+
+# Typed: an option that is 1 and not True is another.
+@lru_cache(maxsize=1024, typed=True)
+def _signature(*arguments: Any) -> Signature:
+    options, layouts = arguments[: -len(_TENSORS)], arguments[-len(_TENSORS) :]
     found = [x if isinstance(x, type) else Layout(*x) for x in layouts]
-    return Signature(gate, state_layout, dict(zip(names, found, strict=True)))
+    return Signature(*options, dict(zip(_TENSORS, found, strict=True)))  # type: ignore[call-arg]  # of unknown length
 
 
 def state_dtype(dtype: torch.dtype, given: torch.dtype | None) -> torch.dtype:
@@ -239,9 +258,8 @@ class Inputs(_Arguments):
 
     @cached_property
     def signature(self) -> Signature:
-        """The signature of the call's tensors."""
-        rows = (self.q, self.k, self.v, self.g, self.beta)
-        return Signature.of(*rows, self.gate, self.initial_state, self.cu_seqlens, self.state_layout)
+        """The signature of the call."""
+        return Signature.of(*self)
 
     @property
     def problem(self) -> Problem:

@@ -215,8 +215,8 @@ def described(
     final = torch.empty(inputs.state_shape, dtype=inputs.state_dtype, device="meta")
     with mock.patch.object(forward, "plan") as plan:
         forward.launch(inputs, torch.empty_like(inputs.v), final)
-    (call,), (tensors,) = plan.call_args.args, plan.return_value.call_args.args
-    scratch, launches = forward.describe(call, config)
+    (call, *results), (tensors,) = plan.call_args.args, plan.return_value.call_args.args
+    scratch, launches = forward.describe(call, config, *results)
     given = zip(forward.TENSORS, tensors, strict=True)
     dtypes = {name: inputs.q.dtype if x is None else x.dtype for name, x in given}
     return dtypes | {name: dtype for name, (_, dtype) in scratch.items()}, launches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 import triton.language as tl
@@ -15,28 +15,15 @@ from flash_kda.backends.triton.config import SEARCH, Config, Device, configure
 from flash_kda.backends.triton.launch import Launch, Plan, Scratch
 from flash_kda.backends.triton.prepare import prepare
 from flash_kda.backends.triton.recurrence import recurrence
-from flash_kda.types import Inputs, LowerBoundGate, Problem, Signature, StateLayout, gate_parameters
+from flash_kda.types import Inputs, Problem, Signature, StateLayout, gate_parameters
 
 GATES = {"log": common.LOG.value, "lower_bound": common.LOWER_BOUND.value, "softplus": common.SOFTPLUS.value}
 # What is passed to the kernels, by the names of their parameters without ``p_``.
 TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu", "S0", "S", "o")
 
 
-class Call(NamedTuple):
-    """All that the launches of a call follow from: everything but the addresses of its tensors.
-
-    Attributes:
-        out, final: dtype and strides of the results; None for a final state that is not wanted.
-    """
-
-    signature: Signature
-    scale: float
-    lower_bound: float
-    qk_l2norm: bool
-    beta_is_logit: bool
-    allow_neg_eigval: bool
-    out: tuple[torch.dtype, tuple[int, ...]]
-    final: tuple[torch.dtype, tuple[int, ...]] | None
+# Dtype and strides of a tensor that results go to.
+Written: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 
 
 def state_strides(S: tuple[int, ...] | None, layout: StateLayout) -> tuple[int, ...]:
@@ -45,17 +32,16 @@ def state_strides(S: tuple[int, ...] | None, layout: StateLayout) -> tuple[int, 
     return (n, h, a, b) if layout == "vk" else (n, h, b, a)
 
 
-def strides(call: Call) -> dict[str, int]:
+def strides(call: Signature, out: Written, final: Written | None) -> dict[str, int]:
     """Strides in elements, by tensor and dimension as the kernels name them."""
-    of = call.signature
-    rows = {name: x.strides for name in ("q", "k", "v", "g", "beta") if (x := of.layout(name))} | {"o": call.out[1]}
-    if of.problem.B == 1:
+    rows = {name: x.strides for name in ("q", "k", "v", "g", "beta") if (x := call.layout(name))} | {"o": out[1]}
+    if call.problem.B == 1:
         # That of the only batch row is of no use, and would have kernels compiled that differ in it alone.
         rows = {name: (0, *x[1:]) for name, x in rows.items()}
-    S0, S = of.layout("initial_state"), call.final
+    S0 = call.layout("initial_state")
     states = {
-        "S0": state_strides(S0 and S0.strides, of.state_layout),
-        "S": state_strides(S and S[1], of.state_layout),
+        "S0": state_strides(S0 and S0.strides, call.state_layout),
+        "S": state_strides(final and final[1], call.state_layout),
     }
     return {
         **{f"{name}_{d}": step for name, x in rows.items() for d, step in zip("bth", x, strict=False)},
@@ -63,12 +49,17 @@ def strides(call: Call) -> dict[str, int]:
     }
 
 
-def square_operand(call: Call, config: Config) -> tl.dtype:
+def scale_of(call: Signature) -> float:
+    """Of two calls with 0.0 and -0.0, which are equal, either may have made the signature: both have 0.0."""
+    return call.problem.K**-0.5 if call.scale is None else float(call.scale) + 0.0
+
+
+def square_operand(call: Signature, config: Config) -> tl.dtype:
     """What the squares are made from: float16 where their entries are bounded, which it then holds best.
 
     With unit keys and beta in [0, 2] each step contracts, so no entry of T exceeds 2.
     """
-    bounded = call.qk_l2norm and call.beta_is_logit and abs(call.scale) <= 64.0
+    bounded = call.qk_l2norm and call.beta_is_logit and abs(scale_of(call)) <= 64.0
     return tl.float16 if config.split and bounded else tl.float32
 
 
@@ -77,17 +68,17 @@ def slots(p: Problem, C: int) -> int:
     return p.T // C + 1 + (p.N or 0) if p.packed else p.B * math.ceil(p.T / C)
 
 
-def values(call: Call, config: Config) -> dict[str, object]:
+def values(call: Signature, config: Config, out: Written, final: Written | None) -> dict[str, object]:
     """What kernels take besides tensors, by the names of their parameters; each kernel takes what it needs."""
-    of, p = call.signature, call.signature.problem
+    p = call.problem
     HV = p.HV or p.H
-    return strides(call) | {
+    return strides(call, out, final) | {
         "T": p.T,
         "N": p.N,
         "HV": HV,
         "GROUP": HV // p.H,
-        "scale": call.scale,
-        "lower_bound": call.lower_bound,
+        "scale": scale_of(call),
+        "lower_bound": float(call.lower_bound or 0.0),
         "K": p.K,
         "V": p.V,
         "C": config.C,
@@ -97,14 +88,14 @@ def values(call: Call, config: Config) -> dict[str, object]:
         "STAGES": config.stages,
         "SEARCH": SEARCH,
         "GATE": GATES[p.gate],
-        "HAS_A_LOG": of.layout("A_log") is not None,
-        "HAS_DT_BIAS": of.layout("dt_bias") is not None,
+        "HAS_A_LOG": call.layout("A_log") is not None,
+        "HAS_DT_BIAS": call.layout("dt_bias") is not None,
         "QK_L2NORM": call.qk_l2norm,
         "BETA_IS_LOGIT": call.beta_is_logit,
         "NEG_EIGVAL": call.allow_neg_eigval,
         "PACKED": p.packed,
-        "HAS_S0": of.layout("initial_state") is not None,
-        "STORE_S": call.final is not None,
+        "HAS_S0": call.layout("initial_state") is not None,
+        "STORE_S": final is not None,
         "TILE": tl.bfloat16 if config.split else tl.float32,
         "SQUARE": square_operand(call, config),
         "SPLIT": config.split,
@@ -112,13 +103,13 @@ def values(call: Call, config: Config) -> dict[str, object]:
     }
 
 
-def describe(call: Call, config: Config) -> tuple[Scratch, list[Launch]]:
+def describe(call: Signature, config: Config, out: Written, final: Written | None) -> tuple[Scratch, list[Launch]]:
     """Scratch memory, and launches in their order. T and N are at least 1.
 
     A kernel finds its tensors by the names of its parameters, ``p_`` and a name of :data:`TENSORS` or of the scratch
     memory.
     """
-    p, C = call.signature.problem, config.C
+    p, C = call.problem, config.C
     HV, N = p.HV or p.H, p.N or p.B
     chunks = slots(p, C) * HV
     bounded = p.gate == "lower_bound"
@@ -129,7 +120,7 @@ def describe(call: Call, config: Config) -> tuple[Scratch, list[Launch]]:
         "decay": (chunks * config.BK, torch.float32),
         "hard": (0 if bounded else chunks, torch.int8),
     }
-    common_values = values(call, config)
+    common_values = values(call, config, out, final)
     easy_and_hard = ((common.EASY.value, config.BC), (common.HARD.value, config.hard_BC))
     launches = []
     for which, BC in ((common.ALL.value, config.BC),) if bounded else easy_and_hard:
@@ -149,26 +140,16 @@ def device_facts(index: int) -> Device:
 
 
 @lru_cache(maxsize=1024)
-def plan(call: Call) -> Plan:
-    """The plan of every such call."""
-    device = call.signature.device
-    return Plan(device, TENSORS, *describe(call, configure(call.signature.problem, device_facts(device.index))))
+def plan(call: Signature, out: Written, final: Written | None) -> Plan:
+    """The plan of all calls with this signature and such results."""
+    config = configure(call.problem, device_facts(call.device.index))
+    return Plan(call.device, TENSORS, *describe(call, config, out, final))
 
 
 def launch(inputs: Inputs, out: Tensor, final: Tensor | None) -> None:
     """Write the output and, if given, the final state. T and N are at least 1."""
-    gate, cu = inputs.gate, inputs.cu_seqlens
-    A_log, dt_bias = gate_parameters(gate)
-    call = Call(
-        inputs.signature,
-        inputs.scale or 0.0,  # 0.0 and -0.0 are equal: one of them for both
-        float(gate.lower_bound) if isinstance(gate, LowerBoundGate) else 0.0,
-        inputs.qk_l2norm,
-        inputs.beta_is_logit,
-        inputs.allow_neg_eigval,
-        (out.dtype, out.stride()),
-        None if final is None else (final.dtype, final.stride()),
-    )
+    A_log, dt_bias = gate_parameters(inputs.gate)
+    cu = inputs.cu_seqlens
     tensors = (
         *(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta),
         None if A_log is None else A_log.float().contiguous(),
@@ -176,7 +157,8 @@ def launch(inputs: Inputs, out: Tensor, final: Tensor | None) -> None:
         None if cu is None else cu.contiguous(),
         *(inputs.initial_state, final, out),
     )
-    plan(call)(tensors)
+    of_final = None if final is None else (final.dtype, final.stride())
+    plan(inputs.signature, (out.dtype, out.stride()), of_final)(tensors)
 
 
 def forward(inputs: Inputs, out: Tensor | None, final: Tensor | None) -> tuple[Tensor, Tensor | None]:
