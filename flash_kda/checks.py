@@ -67,10 +67,11 @@ def _number(name: str, x: object) -> float:
 
 def _check_rows(signature: Signature) -> tuple[Layout, Layout]:
     """Check the token rows against each other; returns q's and v's layout."""
-    names = ("q", "k", "v", "g", "beta")
-    q, k, v, g, beta = rows = [_tensor(name, signature.layouts[name]) for name in names]
-    for name, x in zip(names, rows, strict=True):
-        _dtype(name, x, INPUT_DTYPES)
+    rows = []
+    for name in ("q", "k", "v", "g", "beta"):
+        rows.append(_tensor(name, signature.layouts[name]))
+        _dtype(name, rows[-1], INPUT_DTYPES)
+    q, k, v, g, beta = rows
     if len(q.shape) != 4:
         raise ValueError(f"q: got shape {tuple(q.shape)}, expected [B, T, H, K]")
     if len(v.shape) != 4:

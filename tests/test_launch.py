@@ -306,6 +306,31 @@ def test_what_differs_shares_no_launch(index: int, kernels: tuple[Jitted, Jitted
     assert any(f.keys[0] != f.keys[-1] for f in kernels)
 
 
+def test_one_batch_row_has_no_stride(kernels: tuple[Jitted, Jitted]) -> None:
+    """Of several rows it is passed; of one it would only have kernels compiled anew for another T."""
+    for B, T in ((1, 40), (1, 33), (2, 40)):
+        kda(Case(B=B, T=T, H=2, HV=3, K=16, V=24).build())
+    for f in kernels:
+        rows = [name for name in f.arg_names if name.endswith("_b")]
+        given = [dict(zip(f.arg_names, arguments, strict=True)) for _, arguments, _ in f.by_triton]
+        assert "beta_b" in rows
+        assert all(given[i][name] == 0 for i in (0, 1) for name in rows)
+        assert given[2]["beta_b"] == 40 * 3
+
+
+def test_results_of_the_caller_share_no_launch(kernels: tuple[Jitted, Jitted]) -> None:
+    """Strides of out and final state, and the final state's dtype, where it is not the initial one's."""
+    inputs = inputs_of(BASE.build() | {"initial_state": None})
+    out, final = torch.empty_like(inputs.v), torch.empty(inputs.state_shape)
+    given = [(out, final), (widened(out), final), (out, widened(final)), (out, final.bfloat16()), (out, None)]
+    for _ in range(2):
+        for results in given:
+            forward.launch(inputs, *results)
+    recurrence = kernels[1]
+    assert recurrence.keys == [key for key, _ in recurrence.direct]
+    assert len(set(map(repr, recurrence.keys))) == len(given)
+
+
 def test_equal_signatures_are_one_object() -> None:
     call = BASE.build()
     first = inputs_of(call).signature
