@@ -1,6 +1,6 @@
 """The values that travel through the library: gates, problems and call arguments.
 
-Nothing here computes. Shapes use the field's letters: B batch, T tokens, H query/key heads, HV value heads,
+Nothing here reads data. Shapes use the field's letters: B batch, T tokens, H query/key heads, HV value heads,
 K and V head sizes, N sequences.
 """
 
