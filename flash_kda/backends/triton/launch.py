@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -42,12 +43,19 @@ class Launch:
     @property
     def tensors(self) -> list[str]:
         """Names of the tensors, without ``p_``, in the order of the kernel's parameters."""
-        return [name[2:] for name in self.kernel.arg_names if name.startswith("p_")]
+        return _names(self.kernel)[0]
 
     @property
     def arguments(self) -> list[Any]:
         """What follows the tensors."""
-        return [self.values[name] for name in self.kernel.arg_names if not name.startswith("p_")]
+        return [self.values[name] for name in _names(self.kernel)[1]]
+
+
+@cache
+def _names(kernel: Any) -> tuple[list[str], list[str]]:
+    """Names of a kernel's tensors, without ``p_``, and of its other parameters."""
+    names = kernel.arg_names
+    return [name[2:] for name in names if name.startswith("p_")], [name for name in names if not name.startswith("p_")]
 
 
 class _Step(NamedTuple):
