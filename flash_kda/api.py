@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -68,17 +66,22 @@ def kda(
         TypeError, ValueError: an argument is wrong; the message names it, what came and what was expected.
         NotImplementedError: no backend can run the call; the message gives each one's reason.
     """
-    options: dict[str, Any] = {
-        "gate": gate,
-        "scale": scale,
-        "initial_state": initial_state,
-        "output_final_state": output_final_state,
-        "cu_seqlens": cu_seqlens,
-        "qk_l2norm": qk_l2norm,
-        "beta_is_logit": beta_is_logit,
-        "allow_neg_eigval": allow_neg_eigval,
-        "state_layout": state_layout,
-    }
+    arguments = (
+        q,
+        k,
+        v,
+        g,
+        beta,
+        gate,
+        scale,
+        initial_state,
+        output_final_state,
+        cu_seqlens,
+        qk_l2norm,
+        beta_is_logit,
+        allow_neg_eigval,
+        state_layout,
+    )
     if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        return ops.traced(q, k, v, g, beta, **options, backend=backend)
-    return dispatch.run(check(q, k, v, g, beta, **options), backend)
+        return ops.traced(*arguments, backend)
+    return dispatch.run(check(*arguments), backend)

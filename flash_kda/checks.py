@@ -4,40 +4,58 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 from numbers import Real
+from types import NoneType
 
 import torch
 from torch import Tensor
 
-from flash_kda.types import Gate, Inputs, LogGate, LowerBoundGate, SoftplusGate, StateLayout
+from flash_kda.types import (
+    Gate,
+    Inputs,
+    Layout,
+    LogGate,
+    LowerBoundGate,
+    Signature,
+    SoftplusGate,
+    StateLayout,
+    state_shape,
+)
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+GATE_DTYPES = (torch.float32, torch.float64)
 LOWEST_BOUND = -5.0
 
 
-def _tensor(name: str, x: object) -> Tensor:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
+def _tensor(name: str, x: Layout | type) -> Layout:
+    if isinstance(x, type):
+        raise TypeError(f"{name}: got {x.__name__}, expected a torch.Tensor")
     return x
 
 
-def _shape(name: str, x: Tensor, expected: tuple[int, ...], letters: str) -> None:
-    if tuple(x.shape) != expected:
-        raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {letters} = {expected}")
-
-
-def _dtype(name: str, x: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
+def _dtype(name: str, x: Layout, allowed: tuple[torch.dtype, ...]) -> None:
     if x.dtype not in allowed:
         names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
         raise TypeError(f"{name}: got {x.dtype}, expected one of {names}")
 
 
-def _dense_last(name: str, x: Tensor) -> None:
-    if x.numel() and x.shape[-1] > 1 and x.stride(-1) != 1:
+def _shape(name: str, x: Layout, expected: tuple[int, ...], letters: str) -> None:
+    if x.shape != expected:
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {letters} = {expected}")
+
+
+def _device(name: str, x: Layout, device: torch.device) -> None:
+    if x.device != device:
+        raise ValueError(f"{name}: got device {x.device}, expected {device}, where q is")
+
+
+def _dense_last(name: str, x: Layout) -> None:
+    if 0 not in x.shape and x.shape[-1] > 1 and x.strides[-1] != 1:
         raise ValueError(
-            f"{name}: got last-dimension stride {x.stride(-1)}, expected 1; the other dimensions may be strided"
+            f"{name}: got last-dimension stride {x.strides[-1]}, expected 1; the other dimensions may be strided"
         )
 
 
@@ -47,69 +65,16 @@ def _number(name: str, x: object) -> float:
     return float(x)
 
 
-def _flag(name: str, x: object) -> bool:
-    if not isinstance(x, bool):
-        raise TypeError(f"{name}: got {x!r}, expected True or False")
-    return x
-
-
-def check_gate(gate: object, HV: int, K: int, device: torch.device) -> Gate:
-    """Check a gate against ``HV`` value heads of size ``K``; returns it with ``dt_bias`` as ``[HV, K]``."""
-    if isinstance(gate, LogGate):
-        return gate
-    if not isinstance(gate, LowerBoundGate | SoftplusGate):
-        raise TypeError(f"gate: got {type(gate).__name__}, expected LowerBoundGate, SoftplusGate or LogGate")
-    if isinstance(gate, LowerBoundGate) and not LOWEST_BOUND <= _number("lower_bound", gate.lower_bound) < 0:
-        raise ValueError(f"lower_bound: got {gate.lower_bound}, expected a value in [{LOWEST_BOUND}, 0)")
-    A_log, dt_bias = gate.A_log, gate.dt_bias
-    if A_log is not None:
-        _dtype("A_log", _tensor("A_log", A_log), (torch.float32, torch.float64))
-        _shape("A_log", A_log, (HV,), "[HV]")
-        _device("A_log", A_log, device)
-    if dt_bias is not None:
-        _dtype("dt_bias", _tensor("dt_bias", dt_bias), (torch.float32, torch.float64))
-        if tuple(dt_bias.shape) not in ((HV, K), (HV * K,)):
-            raise ValueError(
-                f"dt_bias: got shape {tuple(dt_bias.shape)}, expected [HV, K] = {(HV, K)} or [HV * K] = {(HV * K,)}"
-            )
-        _device("dt_bias", dt_bias, device)
-        gate = replace(gate, dt_bias=dt_bias.reshape(HV, K))
-    return gate
-
-
-def _device(name: str, x: Tensor, device: torch.device) -> None:
-    if x.device != device:
-        raise ValueError(f"{name}: got device {x.device}, expected {device}, where q is")
-
-
-def check_cu_seqlens(cu_seqlens: Tensor, B: int, T: int, device: torch.device) -> None:
-    """Check packed-sequence boundaries; the values are read only where that costs no device synchronisation."""
-    if _tensor("cu_seqlens", cu_seqlens).dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens: got {cu_seqlens.dtype}, expected int32 or int64")
-    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
-        raise ValueError(f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}, expected [N + 1]")
-    if B != 1:
-        raise ValueError(f"cu_seqlens: got a batch of {B} with packed sequences, expected q of shape [1, T, H, K]")
-    _device("cu_seqlens", cu_seqlens, device)
-    if cu_seqlens.device.type != "cpu":
-        return
-    values = cu_seqlens.tolist()
-    if values[0] != 0:
-        raise ValueError(f"cu_seqlens: got first entry {values[0]}, expected 0")
-    for i, (a, b) in enumerate(pairwise(values)):
-        if b < a:
-            raise ValueError(f"cu_seqlens: got {b} after {a} at index {i + 1}, expected non-decreasing entries")
-    if values[-1] > T:
-        raise ValueError(f"cu_seqlens: got last entry {values[-1]}, expected at most T = {T}")
-
-
-def check_rows(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
-    """Check shapes, dtypes, devices and strides of the token rows against each other."""
-    for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
-        _dtype(name, _tensor(name, x), INPUT_DTYPES)
-    if q.ndim != 4:
+def _check_rows(signature: Signature) -> tuple[Layout, Layout]:
+    """Check the token rows against each other; returns q's and v's layout."""
+    rows = []
+    for name in ("q", "k", "v", "g", "beta"):
+        rows.append(_tensor(name, signature.layouts[name]))
+        _dtype(name, rows[-1], INPUT_DTYPES)
+    q, k, v, g, beta = rows
+    if len(q.shape) != 4:
         raise ValueError(f"q: got shape {tuple(q.shape)}, expected [B, T, H, K]")
-    if v.ndim != 4:
+    if len(v.shape) != 4:
         raise ValueError(f"v: got shape {tuple(v.shape)}, expected [B, T, HV, V]")
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
@@ -130,6 +95,87 @@ def check_rows(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None
         _device(name, x, q.device)
     for name, x in (("q", q), ("k", k), ("v", v), ("g", g)):
         _dense_last(name, x)
+    return q, v
+
+
+def _check_gate(signature: Signature, HV: int, K: int, device: torch.device) -> None:
+    """Check a gate against HV value heads of size K."""
+    gate, lower_bound = signature.gate, signature.lower_bound
+    if not issubclass(gate, LowerBoundGate | SoftplusGate | LogGate):
+        raise TypeError(f"gate: got {gate.__name__}, expected LowerBoundGate, SoftplusGate or LogGate")
+    if issubclass(gate, LowerBoundGate) and not LOWEST_BOUND <= _number("lower_bound", lower_bound) < 0:
+        raise ValueError(f"lower_bound: got {lower_bound}, expected a value in [{LOWEST_BOUND}, 0)")
+    A_log, dt_bias = signature.layouts["A_log"], signature.layouts["dt_bias"]
+    if A_log is not NoneType:
+        A_log = _tensor("A_log", A_log)
+        _dtype("A_log", A_log, GATE_DTYPES)
+        _shape("A_log", A_log, (HV,), "[HV]")
+        _device("A_log", A_log, device)
+    if dt_bias is not NoneType:
+        dt_bias = _tensor("dt_bias", dt_bias)
+        _dtype("dt_bias", dt_bias, GATE_DTYPES)
+        if dt_bias.shape not in ((HV, K), (HV * K,)):
+            raise ValueError(
+                f"dt_bias: got shape {tuple(dt_bias.shape)}, expected [HV, K] = {(HV, K)} or [HV * K] = {(HV * K,)}"
+            )
+        _device("dt_bias", dt_bias, device)
+
+
+def _check_cu_seqlens(cu_seqlens: Layout, B: int, device: torch.device) -> None:
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens: got {cu_seqlens.dtype}, expected int32 or int64")
+    if len(cu_seqlens.shape) != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}, expected [N + 1]")
+    if B != 1:
+        raise ValueError(f"cu_seqlens: got a batch of {B} with packed sequences, expected q of shape [1, T, H, K]")
+    _device("cu_seqlens", cu_seqlens, device)
+
+
+def _check_options(signature: Signature) -> None:
+    if signature.scale is not None and not math.isfinite(_number("scale", signature.scale)):
+        raise ValueError(f"scale: got {signature.scale}, expected a finite number")
+    for name in ("output_final_state", "qk_l2norm", "beta_is_logit", "allow_neg_eigval"):
+        if not isinstance(flag := getattr(signature, name), bool):
+            raise TypeError(f"{name}: got {flag!r}, expected True or False")
+    if signature.allow_neg_eigval and not signature.beta_is_logit:
+        raise ValueError(
+            "allow_neg_eigval: got True with beta_is_logit=False, expected logits: it doubles their sigmoid"
+        )
+    if signature.state_layout not in ("vk", "kv"):
+        raise ValueError(f"state_layout: got {signature.state_layout!r}, expected 'vk' or 'kv'")
+
+
+@lru_cache(maxsize=1024)
+def check_signature(signature: Signature) -> None:
+    """Check everything about a call that is no data. A signature that was right is not looked at again."""
+    q, v = _check_rows(signature)
+    (B, _, _, K), (_, _, HV, V) = q.shape, v.shape
+    _check_gate(signature, HV, K, q.device)
+    N = B
+    if (cu_seqlens := signature.layouts["cu_seqlens"]) is not NoneType:
+        cu_seqlens = _tensor("cu_seqlens", cu_seqlens)
+        _check_cu_seqlens(cu_seqlens, B, q.device)
+        N = cu_seqlens.shape[0] - 1
+    _check_options(signature)
+    if (S0 := signature.layouts["initial_state"]) is not NoneType:
+        S0 = _tensor("initial_state", S0)
+        _dtype("initial_state", S0, STATE_DTYPES)
+        letters = "[N, HV, V, K]" if signature.state_layout == "vk" else "[N, HV, K, V]"
+        _shape("initial_state", S0, state_shape(N, HV, K, V, signature.state_layout), letters)
+        _device("initial_state", S0, q.device)
+        _dense_last("initial_state", S0)
+
+
+def check_boundaries(cu_seqlens: Tensor, T: int) -> None:
+    """Check the values of packed-sequence boundaries, which must lie on the CPU: elsewhere that would wait."""
+    values = cu_seqlens.tolist()
+    if values[0] != 0:
+        raise ValueError(f"cu_seqlens: got first entry {values[0]}, expected 0")
+    for i, (a, b) in enumerate(pairwise(values)):
+        if b < a:
+            raise ValueError(f"cu_seqlens: got {b} after {a} at index {i + 1}, expected non-decreasing entries")
+    if values[-1] > T:
+        raise ValueError(f"cu_seqlens: got last entry {values[-1]}, expected at most T = {T}")
 
 
 def check(
@@ -138,7 +184,6 @@ def check(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    *,
     gate: Gate,
     scale: float | None,
     initial_state: Tensor | None,
@@ -150,47 +195,14 @@ def check(
     state_layout: StateLayout,
 ) -> Inputs:
     """Check the arguments of :func:`flash_kda.kda` and bring them into one value. Reads no tensor data on a GPU."""
-    check_rows(q, k, v, g, beta)
-    B, T, _, K = q.shape
-    gate = check_gate(gate, v.shape[2], K, q.device)
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, B, T, q.device)
-    scale = K**-0.5 if scale is None else _number("scale", scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale: got {scale}, expected a finite number")
-    for name, flag in (
-        ("output_final_state", output_final_state),
-        ("qk_l2norm", qk_l2norm),
-        ("beta_is_logit", beta_is_logit),
-        ("allow_neg_eigval", allow_neg_eigval),
-    ):
-        _flag(name, flag)
-    if allow_neg_eigval and not beta_is_logit:
-        raise ValueError(
-            "allow_neg_eigval: got True with beta_is_logit=False, expected logits: it doubles their sigmoid"
-        )
-    if state_layout not in ("vk", "kv"):
-        raise ValueError(f"state_layout: got {state_layout!r}, expected 'vk' or 'kv'")
-    inputs = Inputs(
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        beta=beta,
-        gate=gate,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        qk_l2norm=qk_l2norm,
-        beta_is_logit=beta_is_logit,
-        allow_neg_eigval=allow_neg_eigval,
-        state_layout=state_layout,
-    )
-    if initial_state is not None:
-        _dtype("initial_state", _tensor("initial_state", initial_state), STATE_DTYPES)
-        letters = "[N, HV, V, K]" if state_layout == "vk" else "[N, HV, K, V]"
-        _shape("initial_state", initial_state, inputs.state_shape, letters)
-        _device("initial_state", initial_state, q.device)
-        _dense_last("initial_state", initial_state)
+    options = (output_final_state, cu_seqlens, qk_l2norm, beta_is_logit, allow_neg_eigval, state_layout)
+    signature = Signature.of(q, k, v, g, beta, gate, scale, initial_state, *options)
+    check_signature(signature)
+    if cu_seqlens is not None and cu_seqlens.is_cpu:
+        check_boundaries(cu_seqlens, signature.problem.T)
+    scale = signature.problem.K**-0.5 if scale is None else float(scale)
+    if not isinstance(gate, LogGate) and gate.dt_bias is not None and gate.dt_bias.ndim == 1:
+        gate = replace(gate, dt_bias=gate.dt_bias.reshape(v.shape[2], -1))
+    inputs = Inputs(q, k, v, g, beta, gate, scale, initial_state, *options)
+    inputs.__dict__["signature"] = signature  # not to be worked out again
     return inputs

@@ -105,16 +105,18 @@ def run(
     chosen = _choose(problem, backend)
     if chosen is None:
         raise NotImplementedError(str(explain(problem, backend)))
+    name, module = chosen
     ran = _record.get()
     if ran is not None:
-        ran.append(chosen)
-    return load(chosen).run(inputs, out, final_state)
+        ran.append(name)
+    return module.run(inputs, out, final_state)
 
 
 @lru_cache(maxsize=4096)
-def _choose(problem: Problem, backend: str) -> str | None:
+def _choose(problem: Problem, backend: str) -> tuple[str, Backend] | None:
     """What :func:`explain` chooses, remembered: serving repeats few problems, and asking every backend takes time."""
-    return explain(problem, backend).backend
+    name = explain(problem, backend).backend
+    return None if name is None else (name, load(name))
 
 
 @contextmanager

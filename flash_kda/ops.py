@@ -111,7 +111,6 @@ def traced(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    *,
     gate: Gate,
     scale: float | None,
     initial_state: Tensor | None,

@@ -1,14 +1,15 @@
 """The values that travel through the library: gates, problems and call arguments.
 
-Nothing here computes. Shapes use the field's letters: B batch, T tokens, H query/key heads, HV value heads,
+Nothing here reads data. Shapes use the field's letters: B batch, T tokens, H query/key heads, HV value heads,
 K and V head sizes, N sequences.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Literal, TypeAlias
+from functools import cached_property, lru_cache
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -66,53 +67,6 @@ def gate_parameters(gate: Gate) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if isinstance(gate, LogGate) else (gate.A_log, gate.dt_bias)
 
 
-@dataclass(frozen=True, eq=False)
-class Inputs:
-    """The checked arguments of one :func:`flash_kda.kda` call; ``checks.check`` is the only place that makes one.
-
-    ``scale`` is resolved, ``gate.dt_bias`` is ``[HV, K]`` or None, and every tensor is the caller's own.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-    gate: Gate
-    scale: float
-    initial_state: Tensor | None
-    output_final_state: bool
-    cu_seqlens: Tensor | None
-    qk_l2norm: bool
-    beta_is_logit: bool
-    allow_neg_eigval: bool
-    state_layout: StateLayout
-
-    @property
-    def num_sequences(self) -> int:
-        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
-
-    @property
-    def state_dtype(self) -> torch.dtype:
-        """Storage of the final state: the initial state's, otherwise float32 (float64 for float64 inputs)."""
-        if self.initial_state is not None:
-            return self.initial_state.dtype
-        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
-
-    @property
-    def state_shape(self) -> tuple[int, int, int, int]:
-        HV, K, V = self.v.shape[2], self.q.shape[3], self.v.shape[3]
-        return (self.num_sequences, HV, V, K) if self.state_layout == "vk" else (self.num_sequences, HV, K, V)
-
-    @cached_property
-    def problem(self) -> Problem:
-        """What :meth:`Problem.of` says of this call, worked out once."""
-        return Problem.of(self)
-
-    def replace(self, **changes: object) -> Inputs:
-        return replace(self, **changes)  # type: ignore[arg-type]  # dataclasses.replace is not typed per field
-
-
 @dataclass(frozen=True)
 class Problem:
     """What a backend needs to know to say whether it can run: shapes, dtypes and options, no data.
@@ -145,8 +99,86 @@ class Problem:
     @staticmethod
     def of(inputs: Inputs) -> Problem:
         """The problem that a checked call poses."""
-        q, v, gate = inputs.q, inputs.v, inputs.gate
-        tensors = (q, inputs.k, v, inputs.g, inputs.beta, inputs.initial_state, *gate_parameters(gate))
+        return inputs.problem
+
+
+class Layout(NamedTuple):
+    """All of a tensor but its data."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, eq=False)
+class Signature:
+    """All of a call but the data of its tensors, before anything is checked. Equal signatures are one object.
+
+    What follows from a signature alone (whether the arguments are right, the problem, the launches) is worked out once
+    and kept for it: in a call that repeats a signature nothing of that takes time.
+
+    Attributes:
+        gate: type of the gate. lower_bound: the gate's, None where it has none.
+        layouts: of the tensors, by the names of the arguments. What is no tensor is told by its type: NoneType if it is
+            absent.
+    """
+
+    gate: type
+    lower_bound: float | None
+    scale: float | None
+    output_final_state: bool
+    qk_l2norm: bool
+    beta_is_logit: bool
+    allow_neg_eigval: bool
+    state_layout: StateLayout
+    layouts: Mapping[str, Layout | type]
+
+    @staticmethod
+    def of(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        gate: Gate,
+        scale: float | None,
+        initial_state: Tensor | None,
+        output_final_state: bool,
+        cu_seqlens: Tensor | None,
+        qk_l2norm: bool,
+        beta_is_logit: bool,
+        allow_neg_eigval: bool,
+        state_layout: StateLayout,
+    ) -> Signature:
+        """The signature of a call of :func:`flash_kda.kda` with these arguments, whatever they are."""
+        A_log, dt_bias = getattr(gate, "A_log", None), getattr(gate, "dt_bias", None)
+        tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+        arguments: Any = (
+            *(type(gate), getattr(gate, "lower_bound", None), scale, output_final_state),
+            *(qk_l2norm, beta_is_logit, allow_neg_eigval, state_layout),
+            *[(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in tensors],
+        )
+        try:
+            return _signature(*arguments)
+        except TypeError:  # an option that cannot be a key, nor right: the checks name it
+            return _signature.__wrapped__(*arguments)
+
+    def layout(self, name: str) -> Layout | None:
+        """The layout of a tensor; None if it is absent."""
+        found = self.layouts[name]
+        return found if isinstance(found, Layout) else None
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where the tensors of a right call are."""
+        return cast(Layout, self.layouts["q"]).device
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The problem that a right call poses where no gradient is wanted."""
+        q, v = cast(Layout, self.layouts["q"]), cast(Layout, self.layouts["v"])
+        cu, S0 = self.layout("cu_seqlens"), self.layout("initial_state")
         return Problem(
             B=q.shape[0],
             T=q.shape[1],
@@ -154,11 +186,91 @@ class Problem:
             K=q.shape[3],
             V=v.shape[3],
             HV=v.shape[2],
-            N=inputs.num_sequences,
+            N=q.shape[0] if cu is None else cu.shape[0] - 1,
             dtype=q.dtype,
-            state_dtype=inputs.state_dtype,
-            gate=gate.kind,
-            packed=inputs.cu_seqlens is not None,
-            grad=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors),
+            state_dtype=state_dtype(q.dtype, None if S0 is None else S0.dtype),
+            gate=cast(type[Gate], self.gate).kind,
+            packed=cu is not None,
             device=q.device.type,
         )
+
+    @cached_property
+    def problem_with_gradient(self) -> Problem:
+        return replace(self.problem, grad=True)
+
+
+_TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
+
+
+# Typed: an option that is 1 and not True is another.
+@lru_cache(maxsize=1024, typed=True)
+def _signature(*arguments: Any) -> Signature:
+    options, layouts = arguments[: -len(_TENSORS)], arguments[-len(_TENSORS) :]
+    found = [x if isinstance(x, type) else Layout(*x) for x in layouts]
+    return Signature(*options, dict(zip(_TENSORS, found, strict=True)))  # type: ignore[call-arg]  # of unknown length
+
+
+def state_dtype(dtype: torch.dtype, given: torch.dtype | None) -> torch.dtype:
+    """Storage of the final state: the initial state's, otherwise float32 (float64 for float64 inputs)."""
+    return given or (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def state_shape(N: int, HV: int, K: int, V: int, layout: StateLayout) -> tuple[int, int, int, int]:
+    """Shape of the states of N sequences."""
+    return (N, HV, V, K) if layout == "vk" else (N, HV, K, V)
+
+
+class _Arguments(NamedTuple):
+    # A tuple, since every call makes one and a frozen dataclass takes three times as long.
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    gate: Gate
+    scale: float
+    initial_state: Tensor | None
+    output_final_state: bool
+    cu_seqlens: Tensor | None
+    qk_l2norm: bool
+    beta_is_logit: bool
+    allow_neg_eigval: bool
+    state_layout: StateLayout
+
+
+class Inputs(_Arguments):
+    """The checked arguments of one :func:`flash_kda.kda` call; ``checks.check`` is the only place that makes one.
+
+    ``scale`` is resolved, ``gate.dt_bias`` is ``[HV, K]`` or None, and every tensor is the caller's own.
+    """
+
+    @property
+    def num_sequences(self) -> int:
+        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        return state_dtype(self.q.dtype, None if self.initial_state is None else self.initial_state.dtype)
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        return state_shape(self.num_sequences, self.v.shape[2], self.q.shape[3], self.v.shape[3], self.state_layout)
+
+    @cached_property
+    def signature(self) -> Signature:
+        """The signature of the call."""
+        return Signature.of(*self)
+
+    @property
+    def problem(self) -> Problem:
+        """The problem that the call poses."""
+        if torch.is_grad_enabled() and self._wants_gradient():
+            return self.signature.problem_with_gradient
+        return self.signature.problem
+
+    def _wants_gradient(self) -> bool:
+        tensors = (self.q, self.k, self.v, self.g, self.beta, self.initial_state, *gate_parameters(self.gate))
+        return any(x is not None and x.requires_grad for x in tensors)
+
+    def replace(self, **changes: Any) -> Inputs:
+        return self._replace(**changes)

@@ -24,8 +24,7 @@ from cases import Call, Case, inputs_of, oracle, spans_of
 from compare import assert_outputs, assert_same_bits, assert_states
 from torch import Tensor
 
-from flash_kda.backends.triton.config import Device, configure
-from flash_kda.types import Problem
+from flash_kda.backends.triton.config import Device
 
 TOLERANCE = 2e-5
 H200 = Device(90, 132, 232448, 233472)
@@ -35,10 +34,10 @@ def launch(call: Call, out: Tensor, final: Tensor | None, *, finite: bool = True
     """Both kernels. The recurrence must go through the tokens one by one if and only if its state is not ``finite``."""
     from flash_kda.backends.triton import forward, recurrence
 
-    inputs = inputs_of(call)
     # Only that loop computes gates in the recurrence.
-    with mock.patch.object(recurrence, "log2_decay", wraps=recurrence.log2_decay) as one_by_one:
-        forward.launch(inputs, configure(Problem.of(inputs), H200), out, final)
+    watched = mock.patch.object(recurrence, "log2_decay", wraps=recurrence.log2_decay)
+    with watched as one_by_one, mock.patch.object(forward, "device_facts", return_value=H200):
+        forward.launch(inputs_of(call), out, final)
     assert one_by_one.called != finite, "token by token" if finite else "not token by token"
 
 
@@ -210,6 +209,6 @@ if __name__ == "__main__":
     assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
     warnings.simplefilter("ignore")  # numpy reports every inf and NaN
     torch.set_num_threads(1)
-    # Fresh memory holds NaN (127 as int8), so that nothing can rely on what a workspace happens to hold.
+    # Fresh memory holds NaN (scratch memory bytes of 255, so NaN too): nothing can rely on what it happens to hold.
     torch.use_deterministic_algorithms(True)
     json.dump(main(sys.argv[1:] or list(CASES)), sys.stdout, indent=1)

@@ -148,6 +148,13 @@ WRONG_PACKING: tuple[tuple[Any, type[Exception], str], ...] = (
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _a_right_call_went_before() -> None:
+    """What is remembered of a right call excuses no wrong one."""
+    kda(BASE.build())
+    kda(PACKED.build())
+
+
 def refused(call: Call, kind: type[Exception], message: str) -> None:
     before = {name: bits(x).clone() for name in TENSORS if isinstance(x := call[name], torch.Tensor) and x.is_cpu}
     with flash_kda.record_backends() as ran, pytest.raises(kind, match=f"^{re.escape(message)}") as caught:

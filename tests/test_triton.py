@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import interpreted
@@ -22,9 +22,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_kda.backends.triton import launch as launching
 from flash_kda.backends.triton.config import MOST_STAGES, Config, Device, configure
 from flash_kda.types import GateKind, Inputs, LogGate, LowerBoundGate, Problem, SoftplusGate
+
+if TYPE_CHECKING:
+    from flash_kda.backends.triton.launch import Launch
 
 DEVICES = {
     80: Device(80, 108, 166912, 167936),
@@ -203,54 +205,53 @@ def meta_inputs(problem: Problem) -> Inputs:
     )
 
 
-def launches(problem: Problem, config: Config) -> list[tuple[Any, ...]]:
-    """The arguments of every ``run`` of one forward call."""
+def described(
+    problem: Problem, config: Config, inputs: Inputs | None = None
+) -> tuple[dict[str, torch.dtype], list[Launch]]:
+    """The launches of one forward call, and the dtypes of all that they are passed, by name."""
     from flash_kda.backends.triton import forward
 
-    inputs = meta_inputs(problem)
+    inputs = inputs or meta_inputs(problem)
     final = torch.empty(inputs.state_shape, dtype=inputs.state_dtype, device="meta")
-    with mock.patch.object(forward, "run") as run:
-        forward.launch(inputs, config, torch.empty_like(inputs.v), final)
-    return [call.args for call in run.call_args_list]
+    with mock.patch.object(forward, "plan") as plan:
+        forward.launch(inputs, torch.empty_like(inputs.v), final)
+    (call, *results), (tensors,) = plan.call_args.args, plan.return_value.call_args.args
+    scratch, launches = forward.describe(call, config, *results)
+    given = zip(forward.TENSORS, tensors, strict=True)
+    dtypes = {name: inputs.q.dtype if x is None else x.dtype for name, x in given}
+    return dtypes | {name: dtype for name, (_, dtype) in scratch.items()}, launches
 
 
 def test_gate_parameters_reach_the_kernels_in_float32() -> None:
     """The checks admit float64; the kernels read float32."""
-    from flash_kda.backends.triton import forward
-
     problem = Problem(B=1, T=32, H=2, K=16, V=16)
-    inputs = meta_inputs(problem)
     wide = LowerBoundGate(*(torch.empty(n, dtype=torch.float64, device="meta") for n in (2, 32)))
-    with mock.patch.object(forward, "run") as run:
-        forward.launch(inputs.replace(gate=wide), configure(problem, DEVICES[90]), torch.empty_like(inputs.v), None)
-    for call in run.call_args_list:
-        kernel, _, tensors = call.args[:3]
-        named = dict(zip(kernel.arg_names, tensors, strict=False))
-        assert named["p_A_log"].dtype == named["p_dt_bias"].dtype == torch.float32
+    dtypes, _ = described(problem, configure(problem, DEVICES[90]), meta_inputs(problem).replace(gate=wide))
+    assert dtypes["A_log"] == dtypes["dt_bias"] == torch.float32
 
 
-def source_of(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, object]) -> Any:
-    """What Triton compiles for these arguments, specialised as its launch does."""
+def source_of(launch: Launch, dtypes: dict[str, torch.dtype]) -> Any:
+    """What Triton compiles for a launch with aligned pointers, specialised as its launch does."""
     from triton.compiler import ASTSource
 
     types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8", torch.int32: "i32"}
-    signature, attributes = {}, {}
-    constants = dict(constants)
-    for i, (parameter, value) in enumerate(zip(kernel.params, arguments, strict=False)):
+    signature: dict[str, str] = {}
+    constants, divisible = {}, []
+    for i, parameter in enumerate(launch.kernel.params):
         name, free = parameter.name, not parameter.do_not_specialize
-        if isinstance(value, Tensor):
-            signature[name] = f"*{types[value.dtype]}"
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-        elif free and value == 1:
-            constants[name] = 1
-        else:
-            signature[name] = "i32" if value < 2**31 else "i64"
-        at = value.data_ptr() if isinstance(value, Tensor) else value
-        if name in signature and free and at % 16 == 0:
-            attributes[i,] = [["tt.divisibility", 16]]
-    signature = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
-    return ASTSource(kernel, signature, constants, attributes)
+        if name.startswith("p_"):
+            signature[name] = f"*{types[dtypes[name[2:]]]}"
+            divisible.append(i)
+            continue
+        value = launch.values[name]
+        if parameter.is_constexpr or (free and value == 1):
+            signature[name] = "constexpr"
+            constants[name] = value
+            continue
+        signature[name] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
+        if free and value % 16 == 0:
+            divisible.append(i)
+    return ASTSource(launch.kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in divisible})
 
 
 def compile_one(build: Build) -> Built:
@@ -259,11 +260,11 @@ def compile_one(build: Build) -> Built:
     from triton.backends.compiler import GPUTarget
 
     position = {"all": 0, "easy": 0, "hard": 1, "recurrence": -1}[build.kernel]
-    kernel, _, tensors, strides, numbers, constants, warps, *rest = launches(build.problem, build.config)[position]
-    source = source_of(kernel, (*tensors, *strides, *numbers), constants)
-    options = {"num_warps": warps} | ({"maxnreg": rest[0]} if rest and rest[0] else {})
+    dtypes, launches = described(build.problem, build.config)
+    launch = launches[position]
+    target = GPUTarget("cuda", build.capability, 32)
     try:
-        compiled = triton.compile(source, target=GPUTarget("cuda", build.capability, 32), options=options)
+        compiled = triton.compile(source_of(launch, dtypes), target=target, options=dict(launch.options))
     except Exception as error:
         return Built(error=f"{type(error).__name__}: {error}")
     with tempfile.TemporaryDirectory() as folder:
@@ -394,109 +395,22 @@ def test_one_chunk() -> None:
 # Launches.
 
 
-class FakeKernel:
-    """What ``run`` uses of a jitted kernel and of a compiled one; each call is recorded."""
-
-    arg_names = ("p_x", "p_y", "x_b", "x_t", "N", "scale", "A", "B")
-
-    def __init__(self, *, compiles: bool = True) -> None:
-        self.compiles = compiles
-        self.jit_calls: list[tuple[Any, ...]] = []
-        self.direct_calls: list[tuple[Any, ...]] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def call(*arguments: Any, **options: Any) -> Any:
-            self.jit_calls.append((grid, arguments, options))
-            compiled = mock.MagicMock()
-            compiled.__getitem__.side_effect = lambda grid: lambda *rest: self.direct_calls.append((grid, rest))
-            return compiled if self.compiles else None
-
-        return call
-
-
-@pytest.fixture(autouse=True)
-def _forget_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "_compiled", {})
-
-
-BASE: dict[str, Any] = {
-    "programs": 6,
-    "tensors": (torch.zeros(64), torch.zeros(64)),
-    "strides": (64, 8),
-    "numbers": (5, 0.5),
-    # Not in the order of the signature.
-    "constants": {"B": 2, "A": 1},
-    "num_warps": 4,
-}
-
-
-def test_second_launch_is_direct() -> None:
-    """The same key goes past the JIT, with this call's grid, tensors and numbers and all constants in their order."""
-    kernel = FakeKernel()
-    launching.run(kernel, **BASE)
-    (grid, arguments, options), *rest = kernel.jit_calls
-    assert not rest
-    assert grid == (6,)
-    assert arguments == (*BASE["tensors"], *BASE["strides"], *BASE["numbers"])
-    assert options == {"A": 1, "B": 2, "num_warps": 4}
-    fresh = (torch.ones(32), torch.ones(16))
-    launching.run(kernel, **BASE | {"programs": 7, "tensors": fresh, "numbers": (9, 0.25)})
-    assert len(kernel.jit_calls) == 1
-    assert kernel.direct_calls == [((7, 1, 1), (*fresh, 64, 8, 9, 0.25, 1, 2))]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({"tensors": (torch.zeros(64), torch.zeros(64, dtype=torch.bfloat16))}, id="dtype"),
-        pytest.param({"tensors": (torch.zeros(64), torch.zeros(65)[1:])}, id="alignment"),
-        pytest.param({"strides": (64, 1)}, id="strides"),
-        pytest.param({"strides": (8, 64)}, id="order of strides"),
-        pytest.param({"constants": {"B": 2, "A": 3}}, id="constants"),
-        pytest.param({"num_warps": 8}, id="warps"),
-        pytest.param({"maxnreg": 168}, id="registers"),
-    ],
-)
-def test_key_tells_kernels_apart(changes: dict[str, Any]) -> None:
-    """What Triton specialises on goes through the JIT once more, and then has a key of its own."""
-    kernel = FakeKernel()
-    launching.run(kernel, **BASE)
-    launching.run(kernel, **BASE | changes)
-    assert len(kernel.jit_calls) == 2
-    assert kernel.jit_calls[1][2].get("maxnreg") == changes.get("maxnreg")
-    launching.run(kernel, **BASE | changes)
-    launching.run(kernel, **BASE)
-    assert len(kernel.jit_calls) == 2
-    assert len(kernel.direct_calls) == 2
-
-
-def test_kernels_do_not_share_keys() -> None:
-    first, second = FakeKernel(), FakeKernel()
-    launching.run(first, **BASE)
-    launching.run(second, **BASE)
-    assert (len(first.jit_calls), len(second.jit_calls)) == (1, 1)
-
-
-def test_nothing_compiled_is_not_kept() -> None:
-    """The interpreter returns None: every launch goes through it."""
-    kernel = FakeKernel(compiles=False)
-    launching.run(kernel, **BASE)
-    launching.run(kernel, **BASE)
-    assert len(kernel.jit_calls) == 2
-
-
 def test_forward_launches() -> None:
-    """One preparation for a bounded gate, two otherwise; arguments fit the signatures, constants and all."""
+    """One preparation for a bounded gate, two otherwise; every parameter of a kernel has what it needs."""
     pytest.importorskip("triton")
     gates: dict[GateKind, int] = {"lower_bound": 2, "softplus": 3, "log": 3}
     for gate, count in gates.items():
         problem = Problem(B=2, T=70, H=2, HV=4, K=128, V=100, gate=gate)
-        found = launches(problem, configure(problem, DEVICES[90]))
-        assert len(found) == count
-        assert [programs for _, programs, *_ in found] == [2 * 3 * 4] * (count - 1) + [2 * 4 * 2]
-        for kernel, _, tensors, strides, numbers, constants, *_ in found:
-            names = kernel.arg_names
-            assert sorted(names[len(tensors) + len(strides) + len(numbers) :]) == sorted(constants)
-            assert all(name.startswith("p_") for name in names[: len(tensors)])
-            free = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
-            assert set(names[len(tensors) + len(strides) :]) - set(constants) == free
+        dtypes, launches = described(problem, configure(problem, DEVICES[90]))
+        assert [launch.programs for launch in launches] == [2 * 3 * 4] * (count - 1) + [2 * 4 * 2]
+        for launch in launches:
+            assert set(launch.tensors) <= set(dtypes)
+            assert len(launch.tensors) + len(launch.arguments) == len(launch.kernel.arg_names)
+            first = len(launch.tensors)
+            assert [f"p_{name}" for name in launch.tensors] == launch.kernel.arg_names[:first], "tensors come first"
+            for parameter in launch.kernel.params[first:]:
+                value = launch.values[parameter.name]
+                # Strides are integers that Triton may specialise on; of other numbers it must not.
+                is_stride = "_" in parameter.name and not parameter.is_constexpr and parameter.name != "lower_bound"
+                assert parameter.is_constexpr or is_stride != parameter.do_not_specialize
+                assert not is_stride or type(value) is int

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -33,6 +36,12 @@ def supports(problem: Problem) -> str | None:
 
 def run(inputs: Inputs, out: Tensor | None = None, final_state: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Output in v's dtype and final state; products of bfloat16 tiles, or float32 quality for float32 inputs."""
+    return _forward()(inputs, out, final_state)
+
+
+@cache
+def _forward() -> Callable[[Inputs, Tensor | None, Tensor | None], tuple[Tensor, Tensor | None]]:
+    """Imported when first used, since it needs Triton."""
     from flash_kda.backends.triton.forward import forward
 
-    return forward(inputs, out, final_state)
+    return forward

@@ -1,9 +1,10 @@
-"""One forward call on the GPU: workspace and the two launches."""
+"""One forward call on the GPU: what tells calls apart, and the scratch memory and launches that follow from it."""
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 import triton.language as tl
@@ -11,12 +12,124 @@ from torch import Tensor
 
 from flash_kda.backends.triton import common
 from flash_kda.backends.triton.config import SEARCH, Config, Device, configure
-from flash_kda.backends.triton.launch import run
+from flash_kda.backends.triton.launch import Launch, Plan, Scratch
 from flash_kda.backends.triton.prepare import prepare
 from flash_kda.backends.triton.recurrence import recurrence
-from flash_kda.types import Inputs, LowerBoundGate, gate_parameters
+from flash_kda.types import Inputs, Problem, Signature, StateLayout, gate_parameters
 
 GATES = {"log": common.LOG.value, "lower_bound": common.LOWER_BOUND.value, "softplus": common.SOFTPLUS.value}
+# What is passed to the kernels, by the names of their parameters without ``p_``.
+TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu", "S0", "S", "o")
+
+
+# Dtype and strides of a tensor that results go to.
+Written: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
+
+
+def state_strides(S: tuple[int, ...] | None, layout: StateLayout) -> tuple[int, ...]:
+    """Strides of states by sequence, head, v and k; zeros where there are none."""
+    n, h, a, b = S or (0, 0, 0, 0)
+    return (n, h, a, b) if layout == "vk" else (n, h, b, a)
+
+
+def strides(call: Signature, out: Written, final: Written | None) -> dict[str, int]:
+    """Strides in elements, by tensor and dimension as the kernels name them."""
+    rows = {name: x.strides for name in ("q", "k", "v", "g", "beta") if (x := call.layout(name))} | {"o": out[1]}
+    if call.problem.B == 1:
+        # That of the only batch row is of no use, and would have kernels compiled that differ in it alone.
+        rows = {name: (0, *x[1:]) for name, x in rows.items()}
+    S0 = call.layout("initial_state")
+    states = {
+        "S0": state_strides(S0 and S0.strides, call.state_layout),
+        "S": state_strides(final and final[1], call.state_layout),
+    }
+    return {
+        **{f"{name}_{d}": step for name, x in rows.items() for d, step in zip("bth", x, strict=False)},
+        **{f"{name}_{d}": step for name, x in states.items() for d, step in zip("nhvk", x, strict=True)},
+    }
+
+
+def scale_of(call: Signature) -> float:
+    """Of two calls with 0.0 and -0.0, which are equal, either may have made the signature: both have 0.0."""
+    return call.problem.K**-0.5 if call.scale is None else float(call.scale) + 0.0
+
+
+def square_operand(call: Signature, config: Config) -> tl.dtype:
+    """What the squares are made from: float16 where their entries are bounded, which it then holds best.
+
+    With unit keys and beta in [0, 2] each step contracts, so no entry of T exceeds 2.
+    """
+    bounded = call.qk_l2norm and call.beta_is_logit and abs(scale_of(call)) <= 64.0
+    return tl.float16 if config.split and bounded else tl.float32
+
+
+def slots(p: Problem, C: int) -> int:
+    """Chunks in the workspace: an upper bound that needs no lengths when sequences are packed."""
+    return p.T // C + 1 + (p.N or 0) if p.packed else p.B * math.ceil(p.T / C)
+
+
+def values(call: Signature, config: Config, out: Written, final: Written | None) -> dict[str, object]:
+    """What kernels take besides tensors, by the names of their parameters; each kernel takes what it needs."""
+    p = call.problem
+    HV = p.HV or p.H
+    return strides(call, out, final) | {
+        "T": p.T,
+        "N": p.N,
+        "HV": HV,
+        "GROUP": HV // p.H,
+        "scale": scale_of(call),
+        "lower_bound": float(call.lower_bound or 0.0),
+        "K": p.K,
+        "V": p.V,
+        "C": config.C,
+        "BK": config.BK,
+        "BV": config.BV,
+        "SEGMENTS": config.segments,
+        "STAGES": config.stages,
+        "SEARCH": SEARCH,
+        "GATE": GATES[p.gate],
+        "HAS_A_LOG": call.layout("A_log") is not None,
+        "HAS_DT_BIAS": call.layout("dt_bias") is not None,
+        "QK_L2NORM": call.qk_l2norm,
+        "BETA_IS_LOGIT": call.beta_is_logit,
+        "NEG_EIGVAL": call.allow_neg_eigval,
+        "PACKED": p.packed,
+        "HAS_S0": call.layout("initial_state") is not None,
+        "STORE_S": final is not None,
+        "TILE": tl.bfloat16 if config.split else tl.float32,
+        "SQUARE": square_operand(call, config),
+        "SPLIT": config.split,
+        "PRECISION": "tf32" if config.split else "tf32x3",
+    }
+
+
+def describe(call: Signature, config: Config, out: Written, final: Written | None) -> tuple[Scratch, list[Launch]]:
+    """Scratch memory, and launches in their order. T and N are at least 1.
+
+    A kernel finds its tensors by the names of its parameters, ``p_`` and a name of :data:`TENSORS` or of the scratch
+    memory.
+    """
+    p, C = call.problem, config.C
+    HV, N = p.HV or p.H, p.N or p.B
+    chunks = slots(p, C) * HV
+    bounded = p.gate == "lower_bound"
+    tile_dtype = torch.bfloat16 if config.split else torch.float32
+    scratch = {
+        "tiles": (chunks * 3 * C * config.BK, tile_dtype),
+        "squares": (chunks * 2 * config.square_elements, tile_dtype),
+        "decay": (chunks * config.BK, torch.float32),
+        "hard": (0 if bounded else chunks, torch.int8),
+    }
+    common_values = values(call, config, out, final)
+    easy_and_hard = ((common.EASY.value, config.BC), (common.HARD.value, config.hard_BC))
+    launches = []
+    for which, BC in ((common.ALL.value, config.BC),) if bounded else easy_and_hard:
+        own = {"CHUNKS": which, "BC": BC}
+        launches.append(Launch(prepare, chunks, common_values | own, {"num_warps": config.prepare_warps}))
+    programs = N * HV * math.ceil(p.V / config.BV)
+    options = {"num_warps": config.recurrence_warps, "maxnreg": config.recurrence_registers}
+    launches.append(Launch(recurrence, programs, common_values, options))
+    return scratch, launches
 
 
 @lru_cache
@@ -26,101 +139,46 @@ def device_facts(index: int) -> Device:
     return Device(p.major * 10 + p.minor, p.multi_processor_count, shared, int(p.shared_memory_per_multiprocessor))
 
 
-def options(inputs: Inputs, config: Config) -> dict[str, object]:
-    """Compile-time arguments that both kernels share."""
-    A_log, dt_bias = gate_parameters(inputs.gate)
-    return {
-        "K": inputs.q.shape[3],
-        "V": inputs.v.shape[3],
-        "C": config.C,
-        "BK": config.BK,
-        "SEGMENTS": config.segments,
-        "GATE": GATES[inputs.gate.kind],
-        "HAS_A_LOG": A_log is not None,
-        "HAS_DT_BIAS": dt_bias is not None,
-        "QK_L2NORM": inputs.qk_l2norm,
-        "BETA_IS_LOGIT": inputs.beta_is_logit,
-        "NEG_EIGVAL": inputs.allow_neg_eigval,
-        "PACKED": inputs.cu_seqlens is not None,
-        "TILE": tl.bfloat16 if config.split else tl.float32,
-        "SPLIT": config.split,
-        "PRECISION": "tf32" if config.split else "tf32x3",
-    }
+@lru_cache(maxsize=1024)
+def plan(call: Signature, out: Written, final: Written | None) -> Plan:
+    """The plan of all calls with this signature and such results."""
+    config = configure(call.problem, device_facts(call.device.index))
+    return Plan(call.device, TENSORS, *describe(call, config, out, final))
 
 
-def square_operand(inputs: Inputs, config: Config) -> tl.dtype:
-    """What the squares are made from: float16 where their entries are bounded, which it then holds best.
-
-    With unit keys and beta in [0, 2] each step contracts, so no entry of T exceeds 2.
-    """
-    bounded = inputs.qk_l2norm and inputs.beta_is_logit and abs(inputs.scale) <= 64.0
-    return tl.float16 if config.split and bounded else tl.float32
-
-
-def slots(inputs: Inputs, C: int) -> int:
-    """Chunks in the workspace: an upper bound that needs no lengths when sequences are packed."""
-    B, T = inputs.q.shape[:2]
-    return B * math.ceil(T / C) if inputs.cu_seqlens is None else T // C + 1 + inputs.num_sequences
-
-
-def state_strides(S: Tensor, layout: str) -> tuple[int, int, int, int]:
-    """Strides by sequence, head, v and k."""
-    n, h, a, b = S.stride()
-    return (n, h, a, b) if layout == "vk" else (n, h, b, a)
-
-
-def launch(inputs: Inputs, config: Config, out: Tensor, final: Tensor | None) -> None:
+def launch(inputs: Inputs, out: Tensor, final: Tensor | None) -> None:
     """Write the output and, if given, the final state. T and N are at least 1."""
-    q, k, v, g, beta, gate = inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.gate
-    T, HV, V = q.shape[1], v.shape[2], v.shape[3]
-    C, BK, N = config.C, config.BK, inputs.num_sequences
-    chunks = slots(inputs, C) * HV
-    tile_dtype = torch.bfloat16 if config.split else torch.float32
-    tiles = q.new_empty(chunks * 3 * C * BK, dtype=tile_dtype)
-    squares = q.new_empty(chunks * 2 * config.square_elements, dtype=tile_dtype)
-    decay = q.new_empty(chunks * BK, dtype=torch.float32)
-    A_log, dt_bias = gate_parameters(gate)
-    # An argument that a kernel does not read still needs a pointer: decay stands in for those that are absent.
-    A_log = decay if A_log is None else A_log.float().contiguous()
-    dt_bias = decay if dt_bias is None else dt_bias.float().contiguous()
-    cu = decay if inputs.cu_seqlens is None else inputs.cu_seqlens.contiguous()
-    row_strides = (*q.stride()[:3], *k.stride()[:3])
-    gate_strides = (*g.stride()[:3], *beta.stride())
-    lower_bound = gate.lower_bound if isinstance(gate, LowerBoundGate) else 0.0
-    numbers = (T, N, HV, HV // q.shape[2], inputs.scale, float(lower_bound))
-    shared = options(inputs, config)
-    bounded = gate.kind == "lower_bound"
-    hard = decay if bounded else q.new_empty(chunks, dtype=torch.int8)
-    easy_and_hard = ((common.EASY.value, config.BC), (common.HARD.value, config.hard_BC))
-    for which, BC in ((common.ALL.value, config.BC),) if bounded else easy_and_hard:
-        tensors: tuple[Tensor, ...] = (q, k, g, beta, A_log, dt_bias, cu, tiles, squares, decay, hard, out)
-        strides: tuple[int, ...] = (*row_strides, *gate_strides, *out.stride()[:3])
-        constants = {"BC": BC, "SEARCH": SEARCH, "CHUNKS": which, "SQUARE": square_operand(inputs, config)}
-        run(prepare, chunks, tensors, strides, numbers, shared | constants, config.prepare_warps)
-    S0 = inputs.initial_state
-    S0_strides = (0, 0, 0, 0) if S0 is None else state_strides(S0, inputs.state_layout)
-    S_strides = (0, 0, 0, 0) if final is None else state_strides(final, inputs.state_layout)
-    states = (decay if S0 is None else S0, decay if final is None else final)
-    tensors = (q, k, v, g, beta, A_log, dt_bias, cu, tiles, squares, decay, *states, out)
-    strides = (*row_strides, *v.stride()[:3], *gate_strides, *S0_strides, *S_strides, *out.stride()[:3])
-    constants = {"BV": config.BV, "HAS_S0": S0 is not None, "STORE_S": final is not None, "STAGES": config.stages}
-    programs = N * HV * math.ceil(V / config.BV)
-    warps, registers = config.recurrence_warps, config.recurrence_registers
-    run(recurrence, programs, tensors, strides, numbers, shared | constants, warps, registers)
+    A_log, dt_bias = gate_parameters(inputs.gate)
+    cu = inputs.cu_seqlens
+    tensors = (
+        *(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta),
+        None if A_log is None else A_log.float().contiguous(),
+        None if dt_bias is None else dt_bias.float().contiguous(),
+        None if cu is None else cu.contiguous(),
+        *(inputs.initial_state, final, out),
+    )
+    of_final = None if final is None else (final.dtype, final.stride())
+    plan(inputs.signature, (out.dtype, out.stride()), of_final)(tensors)
 
 
 def forward(inputs: Inputs, out: Tensor | None, final: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Output ``[B, T, HV, V]`` in v's dtype and final state (None unless asked for), into the tensors given."""
+    signature, S0 = inputs.signature, inputs.initial_state
+    problem, device = signature.problem, signature.device
     if out is None:
-        out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=inputs.v.device)
+        out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
     if final is None and inputs.output_final_state:
-        final = torch.empty(inputs.state_shape, dtype=inputs.state_dtype, device=inputs.v.device)
-    if inputs.num_sequences == 0 or inputs.q.shape[1] == 0:
+        if S0 is None:
+            final = torch.empty(inputs.state_shape, dtype=problem.state_dtype, device=device)
+        else:
+            final = torch.empty_like(S0, memory_format=torch.contiguous_format)
+    if problem.N == 0 or problem.T == 0:
         out.zero_()
         if final is not None:
-            final.zero_() if inputs.initial_state is None else final.copy_(inputs.initial_state)
-        return out, final
-    device = inputs.q.device
-    with torch.cuda.device(device):
-        launch(inputs, configure(inputs.problem, device_facts(device.index)), out, final)
+            final.zero_() if S0 is None else final.copy_(S0)
+    elif device.index == torch.cuda.current_device():
+        launch(inputs, out, final)
+    else:
+        with torch.cuda.device(device):
+            launch(inputs, out, final)
     return out, final

@@ -1,57 +1,148 @@
-"""Launching a kernel with little work on the host.
+"""Launching kernels with little work on the host.
 
-Triton's own launch looks up the compiled kernel from every argument anew, which costs more than some of our kernels
-run. Here the lookup has a key that holds all that can select another kernel, and no more.
+Triton's own launch finds the compiled kernel from every argument anew, which costs more than some of our kernels run.
+Calls that differ in nothing but addresses share a :class:`Plan`. It holds the kernels that Triton chose at the first of
+them and every argument but the pointers: a later call collects its pointers and launches.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeAlias
 
+import torch
+import triton
 from torch import Tensor
+from triton.runtime import driver
 
-# Compiled kernels with the constants that complete their arguments, in the order of the signature.
-_compiled: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
+# Pieces of one allocation, by name: elements and dtype.
+Scratch: TypeAlias = Mapping[str, tuple[int, torch.dtype]]
+# Of every piece, in bytes.
+ALIGNMENT = 128
 
 
-def run(
-    kernel: Any,
-    programs: int,
-    tensors: tuple[Tensor, ...],
-    strides: tuple[int, ...],
-    numbers: tuple[int | float, ...],
-    constants: dict[str, object],
-    num_warps: int,
-    maxnreg: int | None = None,
-) -> None:
-    """Launch ``programs`` programs of a jitted kernel whose signature is tensors, strides, numbers, constants.
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """One launch, but for its tensors.
+
+    Attributes:
+        kernel: a jitted function whose parameters are tensors, called ``p_`` and a name, and then values.
+        programs: of a grid of one dimension.
+        values: at least those that the kernel takes, by name.
+        options: Triton's own, such as ``num_warps``.
+    """
+
+    kernel: Any
+    programs: int
+    values: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+    @property
+    def tensors(self) -> list[str]:
+        """Names of the tensors, without ``p_``, in the order of the kernel's parameters."""
+        return _names(self.kernel)[0]
+
+    @property
+    def arguments(self) -> list[Any]:
+        """What follows the tensors."""
+        return [self.values[name] for name in _names(self.kernel)[1]]
+
+
+@cache
+def _names(kernel: Any) -> tuple[list[str], list[str]]:
+    """Names of a kernel's tensors, without ``p_``, and of its other parameters."""
+    names = kernel.arg_names
+    return [name[2:] for name in names if name.startswith("p_")], [name for name in names if not name.startswith("p_")]
+
+
+class _Step(NamedTuple):
+    """A launch for any addresses: ``run(programs, 1, 1, stream, *fixed, *pick(pointers), *arguments)``."""
+
+    run: Callable[..., object]
+    programs: int
+    fixed: tuple[Any, ...]
+    pick: Callable[[Sequence[int]], tuple[int, ...]]
+    arguments: list[Any]
+
+
+def _runner(compiled: Any) -> tuple[Callable[..., object], tuple[Any, ...]] | None:
+    """``run`` and ``fixed`` of a compiled kernel's step; None from the interpreter and from an unknown Triton."""
+    try:
+        run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    except AttributeError:
+        return None
+    no_hooks = (None, None, None)
+    if triton.__version__.startswith("3.6.") and not run.global_scratch_size and not run.profile_scratch_size:
+        # All that is left of the launcher's Python part for a kernel that asks for no memory of Triton's own.
+        settings = (run.launch_cooperative_grid, run.launch_pdl)
+        return run.launch, (function, *settings, None, None, metadata, *no_hooks)
+    return run, (function, metadata, *no_hooks)
+
+
+def _hooked() -> bool:
+    """Whether anybody, such as a profiler, wants to be told of launches."""
+    runtime = triton.knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+class Plan:
+    """The launches of all calls that differ in addresses alone, and the scratch memory that the launches share.
+
+    A parameter that a kernel does not read still needs a pointer: the call's first tensor stands in for those that are
+    None, and for pieces of the scratch memory without elements.
 
     Args:
-        numbers: values that Triton does not specialise on.
+        device: where the tensors are.
+        tensors: names of what a call passes: tensors, and None where no call has one.
+        scratch: allocated anew by every call.
+        launches: in order.
     """
-    key = (
-        kernel,
-        tensors[0].device.index,
-        *(x.dtype for x in tensors),
-        *(x.data_ptr() % 16 == 0 for x in tensors),
-        *strides,
-        *constants.values(),
-        num_warps,
-        maxnreg,
-    )
-    known = _compiled.get(key)
-    if known is None:
-        compiled = kernel[(programs,)](
-            *tensors,
-            *strides,
-            *numbers,
-            **constants,
-            num_warps=num_warps,
-            **({} if maxnreg is None else {"maxnreg": maxnreg}),
-        )
-        if compiled is not None:  # the interpreter compiles nothing
-            names = kernel.arg_names[len(tensors) + len(strides) + len(numbers) :]
-            _compiled[key] = compiled, tuple(constants[name] for name in names)
-        return
-    compiled, tail = known
-    compiled[(programs, 1, 1)](*tensors, *strides, *numbers, *tail)
+
+    def __init__(
+        self, device: torch.device, tensors: Sequence[str], scratch: Scratch, launches: Sequence[Launch]
+    ) -> None:
+        self.device, self.index = device, device.index
+        self.scratch, self.launches = scratch, launches
+        self.offsets: list[int] = []
+        self.bytes = 0
+        for elements, dtype in scratch.values():
+            self.offsets.append(self.bytes)
+            self.bytes += -(-elements * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        self._position = {name: i for i, name in enumerate((*tensors, *scratch))}
+        # By which pointers are aligned to 16 bytes: Triton compiles for that, and addresses differ from call to call.
+        self._steps: dict[tuple[bool, ...], list[_Step]] = {}
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> None:
+        """Launch on the current stream of the device, which must be the current device."""
+        memory = torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
+        start = memory.data_ptr()
+        pointers = [0 if x is None else x.data_ptr() for x in tensors]
+        pointers += [start + offset for offset in self.offsets]
+        aligned = tuple([pointer % 16 == 0 for pointer in pointers])
+        steps = self._steps.get(aligned)
+        if steps is None or _hooked():
+            self._launch_by_triton(tensors, memory, aligned)
+            return
+        stream = driver.active.get_current_stream(self.index)
+        for run, programs, fixed, pick, arguments in steps:
+            run(programs, 1, 1, stream, *fixed, *pick(pointers), *arguments)
+
+    def _launch_by_triton(self, tensors: Sequence[Tensor | None], memory: Tensor, aligned: tuple[bool, ...]) -> None:
+        """Launch as Triton does, which compiles where it must, and keep what it chose for the next call."""
+        sizes = [(elements * dtype.itemsize, dtype) for elements, dtype in self.scratch.values()]
+        pieces = [memory[at : at + n].view(dtype) for at, (n, dtype) in zip(self.offsets, sizes, strict=True)]
+        given = [*tensors, *(x if x.numel() else None for x in pieces)]
+        steps = []
+        for launch in self.launches:
+            positions = [self._position[name] for name in launch.tensors]
+            pick = itemgetter(*[0 if given[i] is None else i for i in positions])
+            arguments = launch.arguments
+            compiled = launch.kernel[(launch.programs,)](*pick(given), *arguments, **launch.options)
+            if (runner := _runner(compiled)) is not None:
+                steps.append(_Step(runner[0], launch.programs, runner[1], pick, arguments))
+        if len(steps) == len(self.launches):
+            self._steps[aligned] = steps

@@ -1,0 +1,400 @@
+"""What a call costs on the host: it is worked out once per signature, and a launch is told apart by all it must be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from cases import Call, Case, inputs_of, oracle
+from compare import assert_outputs, assert_same_bits
+from torch import Tensor
+
+import flash_kda
+from flash_kda import checks
+from flash_kda.backends import triton as backend
+from flash_kda.backends.triton.config import Device
+from flash_kda.bench import harness
+from flash_kda.types import Signature
+
+pytest.importorskip("triton")
+from flash_kda.backends.triton import forward, launch
+from flash_kda.backends.triton.launch import Launch, Plan
+
+H200 = Device(90, 132, 232448, 233472)
+STREAM = 7
+
+
+class Compiled:
+    """What a plan uses of a compiled kernel; ``direct`` gets its key and the arguments of every launch past Triton."""
+
+    packed_metadata = ("packed",)
+
+    def __init__(self, key: Any, direct: list[Any], *, scratch: int = 0) -> None:
+        def run(*arguments: Any) -> None:
+            direct.append((key, arguments))
+
+        self.function = key
+        self.run = mock.Mock(side_effect=run, global_scratch_size=scratch, profile_scratch_size=0)
+        self.run.launch_cooperative_grid, self.run.launch_pdl = "cooperative", "pdl"
+        self.run.launch.side_effect = run
+
+
+class Jitted:
+    """A jitted function that compiles by ``compile`` and records launches: through Triton, and past it.
+
+    The key of a compiled kernel is all that Triton could compile for: values, options, and what tensors look like.
+    """
+
+    def __init__(self, *names: str, compile: Any = Compiled) -> None:
+        self.arg_names = list(names)
+        self.compile = compile
+        self.by_triton: list[tuple[Any, ...]] = []
+        self.keys: list[Any] = []
+        self.direct: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.by_triton.append((grid, arguments, options))
+            seen = [(x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else x for x in arguments]
+            self.keys.append((tuple(seen), tuple(options.items())))
+            return self.compile(self.keys[-1], self.direct)
+
+        return call
+
+
+@pytest.fixture(autouse=True)
+def _no_device(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Launches need no driver, and the tensors' device, the CPU, is the current one."""
+    if request.node.get_closest_marker("gpu") is None:
+        active = SimpleNamespace(get_current_stream=lambda index: STREAM)
+        monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+        monkeypatch.setattr(launch.triton, "__version__", "3.6.0")
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+        monkeypatch.setattr(backend, "supports", lambda problem: None)
+        monkeypatch.setattr(forward, "device_facts", lambda index: H200)
+        forward.plan.cache_clear()
+    yield
+    forward.plan.cache_clear()
+
+
+# A plan.
+
+CPU = torch.device("cpu")
+SCRATCH = {"first": (3, torch.float32), "second": (8, torch.int8), "none": (0, torch.int8)}
+HOOK: Any = object()
+
+
+def plan_of(kernel: Jitted, *more: Jitted, **values: Any) -> Plan:
+    """Tensors x, y and absent; ``values`` for A and B."""
+    launches = [Launch(f, 5, {"A": 1, "B": 2, "unused": 3} | values, {"num_warps": 4}) for f in (kernel, *more)]
+    return Plan(CPU, ("x", "y", "absent"), SCRATCH, launches)
+
+
+def kernel(**options: Any) -> Jitted:
+    return Jitted("p_second", "p_x", "p_absent", "p_y", "p_none", "p_first", "B", "A", **options)
+
+
+def tensors() -> tuple[Tensor, Tensor, None]:
+    return torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16), None
+
+
+def test_first_launch_is_tritons() -> None:
+    """Pieces do not overlap and are aligned; the first tensor stands in for what is absent or empty."""
+    f = kernel()
+    x, y, _ = tensors()
+    plan_of(f)((x, y, None))
+    ((grid, (second, given_x, absent, given_y, none, first, *rest), options),) = f.by_triton
+    assert (grid, rest, options) == ((5,), [2, 1], {"num_warps": 4})
+    assert given_x is x
+    assert given_y is y
+    assert absent is none is x
+    assert (first.dtype, first.numel()) == SCRATCH["first"][::-1]
+    assert (second.dtype, second.numel()) == SCRATCH["second"][::-1]
+    assert second.data_ptr() - first.data_ptr() == launch.ALIGNMENT
+    assert not f.direct
+
+
+def test_later_launches_are_direct() -> None:
+    """With the pointers of their own tensors, through the compiled kernel of the first."""
+    f = kernel()
+    plan = plan_of(f)
+    plan(tensors())
+    x, y, _ = tensors()
+    with mock.patch.object(torch, "empty", wraps=torch.empty) as empty:
+        plan((x, y, None))
+    assert len(f.by_triton) == 1
+    assert empty.call_count == 1, "one allocation for all scratch memory"
+    ((key, arguments),) = f.direct
+    start = arguments[-3]
+    fixed = (key, "cooperative", "pdl", None, None, ("packed",), None, None, None)
+    pointers = (start + launch.ALIGNMENT, x.data_ptr(), x.data_ptr(), y.data_ptr(), x.data_ptr(), start)
+    assert arguments == (5, 1, 1, STREAM, *fixed, *pointers, 2, 1)
+
+
+def test_launches_keep_their_order() -> None:
+    first, second = kernel(), kernel()
+    second.by_triton, second.direct = first.by_triton, first.direct
+    plan = plan_of(first, second, A=9)
+    plan(tensors())
+    plan(tensors())
+    assert len(first.by_triton) == len(first.direct) == 2
+
+
+def test_alignment_tells_launches_apart() -> None:
+    """An address that Triton compiles another kernel for goes through Triton once more, and then has its own."""
+    f = kernel()
+    plan = plan_of(f)
+    y = torch.zeros(9, dtype=torch.bfloat16)
+    for _ in range(3):
+        for shift in (0, 1, 8):  # 16 bytes on, it is aligned again
+            plan((torch.zeros(4), y[shift:], None))
+    assert len(f.by_triton) == 2
+    assert len(f.direct) == 7
+    aligned = [key[0][3] for key, _ in f.direct]
+    assert aligned == [(torch.bfloat16, shift != 1) for shift in (8, 0, 1, 8, 0, 1, 8)]
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_are_told(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever watches launches is told by Triton of every one."""
+    f = kernel()
+    plan = plan_of(f)
+    plan(tensors())
+    for watching in (SimpleNamespace(calls=[print]), print):  # a chain, or a lone function as in older versions
+        with monkeypatch.context() as m:
+            m.setattr(launch.triton.knobs.runtime, hook, watching)
+            plan(tensors())
+    assert len(f.by_triton) == 3
+    plan(tensors())
+    assert (len(f.by_triton), len(f.direct)) == (3, 1)
+
+
+def test_versions_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the launcher is another, or a kernel wants memory of Triton's, the launcher's Python part runs as well."""
+    wanting = kernel(compile=lambda key, direct: Compiled(key, direct, scratch=64))
+    other = kernel()
+    for f, version in ((wanting, "3.6.1"), (other, "3.7.0")):
+        monkeypatch.setattr(launch.triton, "__version__", version)
+        plan = plan_of(f)
+        plan(tensors())
+        plan(tensors())
+        assert len(f.by_triton) == 1
+        ((key, arguments),) = f.direct
+        assert arguments[:9] == (5, 1, 1, STREAM, key, ("packed",), None, None, None)
+    # The interpreter compiles nothing, and an unknown Triton has nothing that is known: all launches go through it.
+    for compiled in (None, SimpleNamespace(run=print)):
+        f = kernel(compile=lambda *_, compiled=compiled: compiled)
+        plan = plan_of(f)
+        plan(tensors())
+        plan(tensors())
+        assert len(f.by_triton) == 2
+
+
+def test_names_must_be_known() -> None:
+    with pytest.raises(KeyError, match="C"):
+        plan_of(Jitted("p_x", "p_y", "C"))(tensors())
+    with pytest.raises(KeyError, match="z"):
+        plan_of(Jitted("p_x", "p_z", "A"))(tensors())
+
+
+# Calls.
+
+BASE = Case(B=2, T=40, H=2, HV=4, K=16, V=24, dtype="bfloat16")
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> tuple[Jitted, Jitted]:
+    """In place of the real ones, with their parameters."""
+    found = []
+    for name in ("prepare", "recurrence"):
+        real = getattr(forward, name)
+        found.append(Jitted(*real.arg_names))
+        monkeypatch.setattr(forward, name, found[-1])
+    return found[0], found[1]
+
+
+def kda(call: Call) -> None:
+    flash_kda.kda(**call, backend="triton")
+
+
+def test_a_repeated_call_collects_pointers_only(kernels: tuple[Jitted, Jitted]) -> None:
+    """Nothing is checked, chosen, described or looked up in Triton a second time."""
+    call = BASE.build()
+    kda(call)
+    worked_out = (checks.check_signature.cache_info().misses, forward.plan.cache_info().misses)
+    with mock.patch.object(forward, "describe", side_effect=AssertionError("described again")):
+        for _ in range(3):
+            kda({name: x.clone() if isinstance(x, Tensor) else x for name, x in call.items()})
+    assert worked_out == (checks.check_signature.cache_info().misses, forward.plan.cache_info().misses)
+    for f in kernels:
+        assert len(f.by_triton) == 1
+        assert len(f.direct) == 3
+
+
+def shifted(x: Tensor) -> Tensor:
+    """The same values at an address that is not aligned to 16 bytes."""
+    return torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view_as(x).copy_(x)
+
+
+def widened(x: Tensor) -> Tensor:
+    """The same values in rows that are longer."""
+    return torch.empty(*x.shape[:-1], x.shape[-1] + 3, dtype=x.dtype, device=x.device)[..., : x.shape[-1]].copy_(x)
+
+
+def variants(call: Call) -> Iterator[tuple[str, Call]]:
+    """Calls that compute something else, or the same from something else, and may not share a launch."""
+    for name in ("q", "k", "v", "g", "beta", "initial_state"):
+        yield f"{name} not aligned", call | {name: shifted(call[name])}
+        yield f"strides of {name}", call | {name: widened(call[name])}
+    yield "strides of beta", call | {"beta": call["beta"].transpose(1, 2).contiguous().transpose(1, 2)}
+    yield "dtype of g", call | {"g": call["g"].bfloat16()}
+    yield "dtype of beta", call | {"beta": call["beta"].bfloat16()}
+    yield "dtype of the states", call | {"initial_state": call["initial_state"].bfloat16()}
+    yield "dtype of the rows", call | {name: call[name].half() for name in ("q", "k", "v")}
+    yield "no initial state", call | {"initial_state": None}
+    yield "no final state", call | {"output_final_state": False}
+    yield (
+        "layout of the states",
+        call
+        | {
+            "state_layout": "kv",
+            "initial_state": call["initial_state"].mT.contiguous(),
+        },
+    )
+    yield "scale", call | {"scale": 0.5}
+    yield "large scale", call | {"scale": 100.0}
+    yield "no normalisation", call | {"qk_l2norm": False}
+    yield "beta itself", call | {"beta_is_logit": False}
+    yield "negative eigenvalues", call | {"allow_neg_eigval": True}
+    gate = call["gate"]
+    A_log, dt_bias = gate.A_log, gate.dt_bias
+    yield "another bound", call | {"gate": flash_kda.LowerBoundGate(A_log, dt_bias, -1.0)}
+    yield "no A_log", call | {"gate": flash_kda.LowerBoundGate(None, dt_bias)}
+    yield "no dt_bias", call | {"gate": flash_kda.LowerBoundGate(A_log, None)}
+    yield "softplus gate", call | {"gate": flash_kda.SoftplusGate(A_log, dt_bias)}
+    yield "log gate", call | {"gate": flash_kda.LogGate()}
+    first = {name: call[name][:1] for name in ("q", "k", "v", "g", "beta")}
+    ends = torch.tensor([0, 9, 40], device=call["q"].device)
+    yield "one sequence", call | first | {"initial_state": call["initial_state"][:1]}
+    yield "packed", call | first | {"cu_seqlens": ends}
+    yield "packed, 32 bits", call | first | {"cu_seqlens": ends.int()}
+    yield "other lengths", call | {name: call[name][:, :33] for name in ("q", "k", "v", "g", "beta")}
+
+
+VARIANTS = [name for name, _ in variants(BASE.build())]
+
+
+@pytest.mark.parametrize("index", range(len(VARIANTS)), ids=VARIANTS)
+def test_what_differs_shares_no_launch(index: int, kernels: tuple[Jitted, Jitted]) -> None:
+    call = BASE.build()
+    _, other = list(variants(call))[index]
+    for _ in range(2):
+        kda(call)
+        kda(other)
+    for f in kernels:
+        assert len(f.by_triton) >= 2
+        assert [key for key, _ in f.direct] == f.keys, "a launch of another call"
+        for (grid, given, _), (_, direct) in zip(f.by_triton, f.direct, strict=True):
+            values = [x for x in given if not isinstance(x, Tensor)]
+            assert direct[:4] == (*grid, 1, 1, STREAM)
+            assert direct[-len(values) :] == tuple(values)
+    assert any(f.keys[0] != f.keys[-1] for f in kernels)
+
+
+def test_one_batch_row_has_no_stride(kernels: tuple[Jitted, Jitted]) -> None:
+    """Of several rows it is passed; of one it would only have kernels compiled anew for another T."""
+    for B, T in ((1, 40), (1, 33), (2, 40)):
+        kda(Case(B=B, T=T, H=3, K=16, V=24).build())
+    for f in kernels:
+        rows = [name for name in f.arg_names if name.endswith("_b")]
+        given = [dict(zip(f.arg_names, arguments, strict=True)) for _, arguments, _ in f.by_triton]
+        assert "beta_b" in rows
+        assert all(given[i][name] == 0 for i in (0, 1) for name in rows)
+        assert given[2]["beta_b"] == 40 * 3
+
+
+def test_results_of_the_caller_share_no_launch(kernels: tuple[Jitted, Jitted]) -> None:
+    """Strides of out and final state, and the final state's dtype, where it is not the initial one's."""
+    inputs = inputs_of(BASE.build() | {"initial_state": None})
+    out, final = torch.empty_like(inputs.v), torch.empty(inputs.state_shape)
+    given = [(out, final), (widened(out), final), (out, widened(final)), (out, final.bfloat16()), (out, None)]
+    for _ in range(2):
+        for results in given:
+            forward.launch(inputs, *results)
+    recurrence = kernels[1]
+    assert recurrence.keys == [key for key, _ in recurrence.direct]
+    assert len(set(map(repr, recurrence.keys))) == len(given)
+
+
+def test_equal_signatures_are_one_object() -> None:
+    call = BASE.build()
+    first = inputs_of(call).signature
+    assert inputs_of({name: x.clone() if isinstance(x, Tensor) else x for name, x in call.items()}).signature is first
+    for name, other in variants(call):
+        # Addresses are no part of it.
+        assert (inputs_of(other).signature is first) == ("aligned" in name), name
+
+
+def test_a_changed_value_has_its_own_signature() -> None:
+    inputs = inputs_of(BASE.build())
+    assert inputs.initial_state is not None
+    half = inputs.replace(initial_state=inputs.initial_state.bfloat16())
+    assert half.problem.state_dtype == torch.bfloat16
+    assert half.signature is Signature.of(*half)
+    assert half.signature is not inputs.signature
+
+
+def test_both_zeros_are_one_scale(kernels: tuple[Jitted, Jitted]) -> None:
+    """They are equal, so one signature serves both; what is launched does not depend on which came first."""
+    call = BASE.build()
+    for scale in (-0.0, 0.0):
+        kda(call | {"scale": scale})
+    given = dict(zip(kernels[1].arg_names, kernels[1].by_triton[0][1], strict=True))
+    assert math.copysign(1.0, given["scale"]) == 1.0
+    assert len(kernels[1].direct) == 1
+
+
+# On a GPU.
+
+gpu = pytest.mark.gpu
+
+
+@gpu
+@pytest.mark.parametrize("index", range(len(VARIANTS)), ids=VARIANTS)
+@torch.no_grad()
+def test_direct_launches_compute_the_same(index: int) -> None:
+    """The bits of Triton's own launch, after calls that differ in one thing have been launched."""
+    call = BASE.build("cuda")
+    for _ in range(2):
+        kda(call)
+    _, other = list(variants(call))[index]
+    results = [flash_kda.kda(**other, backend="triton") for _ in range(2)]
+    with mock.patch.object(launch, "_hooked", return_value=True):
+        o, state = flash_kda.kda(**other, backend="triton")
+    for again, state_again in results:
+        assert_same_bits(again, o, "o")
+        assert (state is None) == (state_again is None)
+        if state is not None:
+            assert_same_bits(state_again, state, "state")
+    assert_outputs(o, oracle(other)[0], other, 6e-3)
+
+
+@gpu
+@torch.no_grad()
+def test_host_time() -> None:
+    """Enqueueing a call takes little: the bound is a generous one, for slow hosts."""
+    call = Case(T=512, H=64, K=128, V=128, dtype="bfloat16").build("cuda")
+
+    def run() -> tuple[Tensor, Tensor]:
+        o, state = flash_kda.kda(**call, backend="triton")
+        assert state is not None
+        return o, state
+
+    run()
+    run()
+    assert harness.host_us([run], rounds=10, calls=20) < 60
