@@ -12,7 +12,7 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from flash_kda.types import Inputs, Problem
+from flash_kda.types import DecodeInputs, Inputs, Problem
 
 
 class Backend(Protocol):
@@ -28,6 +28,9 @@ class Backend(Protocol):
 
         Both may be strided; ``final_state`` may be the initial state itself. None means a new tensor.
         """
+
+    def run_decode(self, call: DecodeInputs) -> Tensor:
+        """Output ``[B, T, HV, V]`` of a decode call; its pool is updated. ``problem.op`` was ``"decode"``."""
 
 
 # In the order of preference. The reference is exact and slow: it runs only when asked for by name.
@@ -101,14 +104,27 @@ def run(
     Raises:
         NotImplementedError: no backend fits; the message lists every reason.
     """
-    problem = inputs.problem
-    chosen = _choose(problem, backend)
-    if chosen is None:
+    return _chosen(inputs.problem, backend).run(inputs, out, final_state)
+
+
+def decode(call: DecodeInputs, backend: str) -> Tensor:
+    """Run a checked decode call on the backend that :func:`explain` names.
+
+    Raises:
+        NotImplementedError: no backend fits; the message lists every reason.
+    """
+    return _chosen(call.problem, backend).run_decode(call)
+
+
+def _chosen(problem: Problem, backend: str) -> Backend:
+    """The backend that runs a problem, recorded."""
+    name = _choose(problem, backend)
+    if name is None:
         raise NotImplementedError(str(explain(problem, backend)))
     ran = _record.get()
     if ran is not None:
-        ran.append(chosen)
-    return load(chosen).run(inputs, out, final_state)
+        ran.append(name)
+    return load(name)
 
 
 @lru_cache(maxsize=4096)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 StateLayout: TypeAlias = Literal["vk", "kv"]
 GateKind: TypeAlias = Literal["lower_bound", "softplus", "log"]
+Op: TypeAlias = Literal["forward", "decode"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +127,7 @@ class Problem:
         packed: whether ``cu_seqlens`` is given.
         grad: whether a gradient is wanted.
         device: torch device type, such as ``"cpu"`` or ``"cuda"``.
+        op: ``"forward"`` for :func:`flash_kda.kda`, ``"decode"`` for :func:`flash_kda.kda_decode`.
     """
 
     B: int = 1
@@ -141,6 +143,7 @@ class Problem:
     packed: bool = False
     grad: bool = False
     device: str = "cuda"
+    op: Op = "forward"
 
     @staticmethod
     def of(inputs: Inputs) -> Problem:
@@ -161,4 +164,36 @@ class Problem:
             packed=inputs.cu_seqlens is not None,
             grad=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors),
             device=q.device.type,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeInputs:
+    """The checked arguments of one :func:`flash_kda.kda_decode` call.
+
+    Attributes:
+        inputs: rows, gate and options, as for a forward without states; a sequence is called a row here.
+        pool: ``[slots, HV, V, K]`` or ``[slots, HV, K, V]``, changed in place if ``write_states``.
+        indices: ``[N]``, ``[N, W]`` or None; num_accepted, has_initial_state: ``[N]`` or None.
+        out: where the output goes; None means a new tensor.
+    """
+
+    inputs: Inputs
+    pool: Tensor
+    indices: Tensor | None
+    num_accepted: Tensor | None
+    has_initial_state: Tensor | None
+    pad_index: int
+    write_states: bool
+    out: Tensor | None
+
+    @cached_property
+    def problem(self) -> Problem:
+        """What a backend needs to know of this call."""
+        written = self.pool.requires_grad or (self.out is not None and self.out.requires_grad)
+        return replace(
+            self.inputs.problem,
+            op="decode",
+            state_dtype=self.pool.dtype,
+            grad=self.inputs.problem.grad or (torch.is_grad_enabled() and written),
         )

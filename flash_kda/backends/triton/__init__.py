@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_kda.types import Inputs, Problem
+from flash_kda.types import DecodeInputs, Inputs, Problem
 
 MAX_HEAD = 256
 MIN_CAPABILITY = (8, 0)
@@ -36,3 +36,10 @@ def run(inputs: Inputs, out: Tensor | None = None, final_state: Tensor | None = 
     from flash_kda.backends.triton.forward import forward
 
     return forward(inputs, out, final_state)
+
+
+def run_decode(call: DecodeInputs) -> Tensor:
+    """Output in v's dtype; one launch, float32 arithmetic."""
+    from flash_kda.backends.triton.decode_launch import decode
+
+    return decode(call)

@@ -1,0 +1,135 @@
+"""Argument checks of :func:`flash_kda.kda_decode`, in the manner of ``checks``."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from flash_kda.checks import STATE_DTYPES, _dense_last, _device, _dtype, _flag, _shape, _tensor, check
+from flash_kda.types import DecodeInputs, Gate, Inputs, StateLayout
+
+# More tokens of a row than this are a prefill: it has matrix products for them.
+MOST_TOKENS = 16
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def check_pool(pool: Tensor, inputs: Inputs) -> None:
+    """Check the pool against the rows."""
+    _dtype("pool", _tensor("pool", pool), STATE_DTYPES)
+    letters = "[slots, HV, V, K]" if inputs.state_layout == "vk" else "[slots, HV, K, V]"
+    expected = inputs.state_shape[1:]
+    if pool.ndim != 4 or tuple(pool.shape[1:]) != expected:
+        raise ValueError(
+            f"pool: got shape {tuple(pool.shape)}, expected {letters} with {expected} after the first dimension"
+        )
+    _device("pool", pool, inputs.q.device)
+    _dense_last("pool", pool)
+    if any(size > 1 and stride == 0 for size, stride in zip(pool.shape, pool.stride(), strict=True)):
+        raise ValueError(f"pool: got strides {pool.stride()}, expected states that do not share memory")
+
+
+def check_indices(indices: Tensor | None, pool: Tensor, inputs: Inputs) -> None:
+    """Check the shape of the slot indices; what they hold is for the kernels to mask."""
+    N = inputs.num_sequences
+    if indices is None:
+        if pool.shape[0] < N:
+            raise ValueError(f"pool: got {pool.shape[0]} slots, expected one for each of N = {N} rows without indices")
+        return
+    _dtype("indices", _tensor("indices", indices), INDEX_DTYPES)
+    if indices.ndim not in (1, 2) or indices.shape[0] != N:
+        raise ValueError(f"indices: got shape {tuple(indices.shape)}, expected [N] or [N, W] with N = {N}")
+    _device("indices", indices, inputs.q.device)
+
+
+def check_lengths(inputs: Inputs, indices: Tensor | None) -> None:
+    """Check how many tokens a row has, where that can be known without waiting for a device."""
+    if inputs.cu_seqlens is None:
+        longest = inputs.q.shape[1]
+        name = "q"
+    elif inputs.cu_seqlens.device.type == "cpu":
+        longest = max((b - a for a, b in pairwise(inputs.cu_seqlens.tolist())), default=0)
+        name = "cu_seqlens"
+    else:
+        return
+    if longest > MOST_TOKENS:
+        raise ValueError(f"{name}: got a row of {longest} tokens, expected at most {MOST_TOKENS}; kda takes any number")
+    if indices is not None and indices.ndim == 2 and indices.shape[1] < longest:
+        raise ValueError(
+            f"indices: got W = {indices.shape[1]} slots a row, expected at least one for each of {longest} tokens"
+        )
+
+
+def check_row_values(name: str, x: Tensor, allowed: tuple[torch.dtype, ...], inputs: Inputs) -> None:
+    """Check one value per row."""
+    _dtype(name, _tensor(name, x), allowed)
+    _shape(name, x, (inputs.num_sequences,), "[N]")
+    _device(name, x, inputs.q.device)
+
+
+def check_out(out: Tensor, inputs: Inputs) -> None:
+    """Check the caller's tensor for the output."""
+    v = inputs.v
+    if _tensor("out", out).dtype != v.dtype:
+        raise TypeError(f"out: got {out.dtype}, expected {v.dtype}, the dtype of v")
+    _shape("out", out, tuple(v.shape), "[B, T, HV, V]")
+    _device("out", out, v.device)
+    _dense_last("out", out)
+
+
+def check_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    gate: Gate,
+    pool: Tensor,
+    indices: Tensor | None,
+    num_accepted: Tensor | None,
+    has_initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float | None,
+    qk_l2norm: bool,
+    beta_is_logit: bool,
+    allow_neg_eigval: bool,
+    state_layout: StateLayout,
+    pad_index: int,
+    write_states: bool,
+    out: Tensor | None,
+) -> DecodeInputs:
+    """Check the arguments of :func:`flash_kda.kda_decode` and bring them into one value. Reads no data on a GPU."""
+    inputs = check(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        gate=gate,
+        scale=scale,
+        initial_state=None,
+        output_final_state=False,
+        cu_seqlens=cu_seqlens,
+        qk_l2norm=qk_l2norm,
+        beta_is_logit=beta_is_logit,
+        allow_neg_eigval=allow_neg_eigval,
+        state_layout=state_layout,
+    )
+    check_pool(pool, inputs)
+    check_indices(indices, pool, inputs)
+    check_lengths(inputs, indices)
+    if num_accepted is not None:
+        check_row_values("num_accepted", num_accepted, INDEX_DTYPES, inputs)
+        if indices is None or indices.ndim != 2:
+            raise ValueError("num_accepted: got a tensor, expected None unless indices are [N, W], one slot per token")
+    if has_initial_state is not None:
+        check_row_values("has_initial_state", has_initial_state, (torch.bool,), inputs)
+    if isinstance(pad_index, bool) or not isinstance(pad_index, int):
+        raise TypeError(f"pad_index: got {pad_index!r}, expected an int")
+    if not -(2**31) <= pad_index < 2**31:
+        raise ValueError(f"pad_index: got {pad_index}, expected an int of 32 bits")
+    _flag("write_states", write_states)
+    if out is not None:
+        check_out(out, inputs)
+    return DecodeInputs(inputs, pool, indices, num_accepted, has_initial_state, pad_index, write_states, out)
