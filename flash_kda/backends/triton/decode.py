@@ -56,13 +56,14 @@ def _exists(slot, slots, pad):
     return (slot >= 0) & (slot < slots) & (slot != pad)
 
 
-@triton.jit(do_not_specialize=["T", "N", "HV", "GROUP", "slots", "width", "pad", "scale", "lower_bound"])
+@triton.jit(do_not_specialize=["T", "N", "slots", "width", "pad", "scale", "lower_bound"])
 def decode(
     p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_S, p_index, p_accepted, p_known, p_o,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
-    cu_n, S_n, S_h, S_v, S_k, index_n, index_t, accepted_n, known_n, o_b, o_t, o_h,
-    T, N, HV, GROUP, slots, width, pad, scale, lower_bound,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    cu_n, S_n, S_h, index_n, index_t, accepted_n, known_n, o_b, o_t, o_h,
+    T, N, slots, width, pad, scale, lower_bound,
+    HV: tl.constexpr, GROUP: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, S_v: tl.constexpr, S_k: tl.constexpr,
     GATE: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, QK_L2NORM: tl.constexpr,
     BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr, PACKED: tl.constexpr, SINGLE: tl.constexpr,
     INDEX: tl.constexpr, HAS_ACCEPTED: tl.constexpr, HAS_KNOWN: tl.constexpr, STORE: tl.constexpr,
@@ -72,8 +73,11 @@ def decode(
     Args:
         p_q, p_k: ``[B, T, H, K]``. p_v, p_o: ``[B, T, HV, V]``. p_g: ``[B, T, HV, K]``. p_beta: ``[B, T, HV]``. Strides
             in elements by dimension.
-        p_cu: ``[N + 1]`` boundaries if PACKED. p_S: the pool, addressed by its strides, so in either layout.
+        p_cu: ``[N + 1]`` boundaries if PACKED.
+        p_S: the pool, addressed by its strides, so in either layout. Those of one state are constants, so that a thread
+            needs one address and not one for each of its rows.
         p_index: ``[N]`` or ``[N, width]`` by INDEX. p_accepted, p_known: ``[N]`` if HAS_ACCEPTED, HAS_KNOWN.
+        GROUP: value heads per query/key head. HV and GROUP are constants so that no program divides by them.
         SINGLE: every row has one token. STORE: whether states go to the pool.
     """
     PARTS: tl.constexpr = (V + BV - 1) // BV
@@ -136,7 +140,7 @@ def decode(
         _clear(p_o, o_t, first, first + length, 1, m_v, BV)
         return
 
-    p_S += i_h * S_h + o_v.to(tl.int64)[:, None] * S_v + o_k.to(tl.int64)[None, :] * S_k
+    p_S += i_h * S_h + (o_v.to(tl.int64)[:, None] * S_v + o_k.to(tl.int64)[None, :] * S_k)
     m_S = m_v[:, None] & m_k[None, :]
     S = tl.load(p_S + slot * S_n, mask=m_S & known, other=0.0).to(tl.float32)
     p_o += first * o_t

@@ -50,18 +50,23 @@ def launch(call: DecodeInputs, config: DecodeConfig, out: Tensor) -> None:
         q if dt_bias is None else dt_bias.float().contiguous(),
         *(cu, pool, index, accepted, known, out),
     )
+    S_n, S_h, S_v, S_k = state_strides(pool, inputs.state_layout)
     strides = (
         *(*_row_strides(q), *_row_strides(k), *_row_strides(v), *_row_strides(g), *_row_strides(beta), *cu_strides),
-        *(*state_strides(pool, inputs.state_layout), *(*index_strides, 0)[:2], *accepted_strides, *known_strides),
+        *(S_n, S_h, *(*index_strides, 0)[:2], *accepted_strides, *known_strides),
         *_row_strides(out),
     )
     lower_bound = float(gate.lower_bound) if isinstance(gate, LowerBoundGate) else 0.0
-    numbers = (T, N, HV, HV // q.shape[2], pool.shape[0], width, call.pad_index, inputs.scale, lower_bound)
+    numbers = (T, N, pool.shape[0], width, call.pad_index, inputs.scale, lower_bound)
     constants: dict[str, object] = {
+        "HV": HV,
+        "GROUP": HV // q.shape[2],
         "K": q.shape[3],
         "V": V,
         "BK": config.BK,
         "BV": config.BV,
+        "S_v": S_v,
+        "S_k": S_k,
         "GATE": GATES[gate.kind],
         "HAS_A_LOG": A_log is not None,
         "HAS_DT_BIAS": dt_bias is not None,
