@@ -79,7 +79,7 @@ def decode_stepwise(
     inputs, pool = call.inputs, call.pool
     rows = live_rows(call)
     out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=inputs.v.device) if call.out is None else call.out
-    results = []
+    out.zero_()
     with torch.no_grad():
         S = pool[[row.slot for row in rows]].to(dtype)
         S[[i for i, row in enumerate(rows) if row.fresh]] = 0.0
@@ -92,12 +92,8 @@ def decode_stepwise(
             if after is None:
                 raise RuntimeError("a forward call gave no final state")
             S[active] = after
-            results.append((where, o[:, 0]))
+            out[where] = o[:, 0]
             if call.write_states:
                 kept = [(i, rows[i].targets[t]) for i in active if t in rows[i].targets]
                 pool[[slot for _, slot in kept]] = S[[i for i, _ in kept]].to(pool.dtype)
-        # Only now, so that the output may lie where the inputs lie.
-        out.zero_()
-        for where, o in results:
-            out[where] = o
     return out
