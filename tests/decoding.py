@@ -16,6 +16,8 @@ from torch import Tensor
 import flash_kda
 
 ROWS = ("q", "k", "v", "g", "beta")
+# RMSE ratio per head that is allowed beyond the rounding of results: decoding is float32 arithmetic on every backend.
+TOLERANCE = {"reference": 1e-6, "cpu": 1e-5, "triton": 3e-5}
 BASE = Case(B=6, T=1, H=2, HV=4, K=20, V=24)
 
 
@@ -208,7 +210,7 @@ def check(target: Target, case: DecodeCase, call: Call | None = None) -> None:
     assert o.dtype == call["v"].dtype
     assert o.is_contiguous()
     cpu = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in call.items()}
-    assert_decoded(cpu, before.cpu(), o.cpu(), target.tolerance)
+    assert_decoded(cpu, before.cpu(), o.cpu(), TOLERANCE[target.backend])
     for name, x in tensors.items():
         assert torch.equal(bits(x), kept[name]), f"{name} was changed"
 

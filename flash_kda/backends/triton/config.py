@@ -133,9 +133,14 @@ DECODE_PROGRAMS = 4
 def configure_decode(problem: Problem, device: Device, state_layout: StateLayout) -> DecodeConfig:
     """The configuration of a decode problem with K and V of at most 256."""
     BK = max(16, _power_of_two(problem.K))
+    element = problem.state_dtype.itemsize
+    if state_layout == "kv":
+        # What lies together is 32 bytes of columns, the least that memory moves.
+        return DecodeConfig(BK, max(1, 32 // element), warps=1)
     BV = min(64, max(1, DECODE_TILE // BK), _power_of_two(problem.V))
-    # In "kv" the columns are what lies together: 32 bytes are the least that memory moves.
-    least = 4 if state_layout == "vk" else 32 // problem.state_dtype.itemsize
+    # Each thread has 16 bytes of a row whatever BV is, so that the order of sums, and with it the bits of a row, do not
+    # depend on how many rows there are.
+    least = max(4, 32 * 16 // (element * BK))
     states = max(1, problem.N or problem.B) * (problem.HV or problem.H)
     enough = DECODE_PROGRAMS * device.multiprocessors
     while states * math.ceil(problem.V / BV) < enough and least < BV:

@@ -39,7 +39,8 @@ def _step(
     S *= exp2(log2_decay(b_g.to(tl.float32), a, bias, lower_bound, m_k, GATE))[None, :]
     beta = activated_beta(beta.to(tl.float32), BETA_IS_LOGIT, NEG_EIGVAL)
     u = beta * (b_v.to(tl.float32) - tl.sum(S * b_k[None, :], 1))
-    S += u[:, None] * b_k[None, :]
+    # Which of two products is rounded is said here, not left to the compiler: the same for one token and for many.
+    S = tl.fma(u[:, None], b_k[None, :], S)
     return S, tl.sum(S * b_q[None, :], 1)
 
 
