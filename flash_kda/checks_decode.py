@@ -84,12 +84,13 @@ def check_decode(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    gate: Gate,
     pool: Tensor,
     indices: Tensor | None,
     num_accepted: Tensor | None,
     has_initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    out: Tensor | None,
+    gate: Gate,
     scale: float | None,
     qk_l2norm: bool,
     beta_is_logit: bool,
@@ -97,7 +98,6 @@ def check_decode(
     state_layout: StateLayout,
     pad_index: int,
     write_states: bool,
-    out: Tensor | None,
 ) -> DecodeInputs:
     """Check the arguments of :func:`flash_kda.kda_decode` and bring them into one value. Reads no data on a GPU."""
     inputs = check(

@@ -17,11 +17,14 @@ none is an error, on any backend. A row without tokens writes nothing.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from flash_kda import dispatch
 from flash_kda.checks_decode import check_decode
-from flash_kda.types import Gate, StateLayout
+from flash_kda.types import Decoder, DecodeTensors, Gate, StateLayout
 
 
 def kda_decode(
@@ -76,8 +79,39 @@ def kda_decode(
         TypeError, ValueError: an argument is wrong; the message names it, what came and what was expected.
         NotImplementedError: no backend can run it, for instance since a gradient is wanted; each one's reason is given.
     """
-    call = check_decode(
-        *(q, k, v, g, beta, gate, pool, indices, num_accepted, has_initial_state, cu_seqlens, scale),
-        *(qk_l2norm, beta_is_logit, allow_neg_eigval, state_layout, pad_index, write_states, out),
-    )
-    return dispatch.decode(call, backend)
+    tensors = (q, k, v, g, beta, pool, indices, num_accepted, has_initial_state, cu_seqlens, out)
+    options = (scale, qk_l2norm, beta_is_logit, allow_neg_eigval, state_layout, pad_index, write_states)
+    return _decode(tensors, gate, options, backend)
+
+
+# How calls that have passed their checks are run again. A key holds all that the checks look at besides tensors' values
+# and the gradients that they want: forms of tensors, the gate's numbers, options.
+_known: dict[tuple[object, ...], tuple[str, Decoder]] = {}
+# Serving meets few forms; this bounds what a caller of ever new ones leaves behind.
+_MOST_KNOWN = 4096
+
+
+def _decode(tensors: DecodeTensors, gate: Gate, options: tuple[Any, ...], backend: str) -> Tensor:
+    """Run a call: with its checks, or as one of its form was run before."""
+    A_log, dt_bias = getattr(gate, "A_log", None), getattr(gate, "dt_bias", None)
+    key: tuple[object, ...] | None = None
+    if not torch.is_grad_enabled():
+        try:
+            forms = [x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (*tensors, A_log, dt_bias)]
+            key = (*forms, type(gate), getattr(gate, "lower_bound", None), *options, backend)
+            known = _known.get(key)
+        except (AttributeError, TypeError):
+            # Something is no tensor or no number: the checks will say what.
+            known = None
+        if known is not None:
+            name, decoder = known
+            dispatch.record(name)
+            return decoder(tensors, A_log, dt_bias)
+    call = check_decode(*tensors, gate, *options)
+    name, module = dispatch.choose(call.problem, backend)
+    o = module.run_decode(call)
+    if key is not None and (new := module.decoder(call)) is not None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[key] = name, new
+    return o

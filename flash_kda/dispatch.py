@@ -12,7 +12,7 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from flash_kda.types import DecodeInputs, Inputs, Problem
+from flash_kda.types import DecodeInputs, Decoder, Inputs, Problem
 
 
 class Backend(Protocol):
@@ -31,6 +31,9 @@ class Backend(Protocol):
 
     def run_decode(self, call: DecodeInputs) -> Tensor:
         """Output ``[B, T, HV, V]`` of a decode call; its pool is updated. ``problem.op`` was ``"decode"``."""
+
+    def decoder(self, call: DecodeInputs) -> Decoder | None:
+        """The call as a function of its tensors, if that spares the host work; otherwise None."""
 
 
 # In the order of preference. The reference is exact and slow: it runs only when asked for by name.
@@ -104,27 +107,27 @@ def run(
     Raises:
         NotImplementedError: no backend fits; the message lists every reason.
     """
-    return _chosen(inputs.problem, backend).run(inputs, out, final_state)
+    return choose(inputs.problem, backend)[1].run(inputs, out, final_state)
 
 
-def decode(call: DecodeInputs, backend: str) -> Tensor:
-    """Run a checked decode call on the backend that :func:`explain` names.
+def choose(problem: Problem, backend: str) -> tuple[str, Backend]:
+    """The backend that :func:`explain` names for a problem, recorded as running.
 
     Raises:
         NotImplementedError: no backend fits; the message lists every reason.
     """
-    return _chosen(call.problem, backend).run_decode(call)
-
-
-def _chosen(problem: Problem, backend: str) -> Backend:
-    """The backend that runs a problem, recorded."""
     name = _choose(problem, backend)
     if name is None:
         raise NotImplementedError(str(explain(problem, backend)))
+    record(name)
+    return name, load(name)
+
+
+def record(name: str) -> None:
+    """Tell :func:`record_backends` that a backend runs."""
     ran = _record.get()
     if ran is not None:
         ran.append(name)
-    return load(name)
 
 
 @lru_cache(maxsize=4096)

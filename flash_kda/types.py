@@ -6,6 +6,7 @@ K and V head sizes, N sequences.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeAlias
@@ -197,3 +198,10 @@ class DecodeInputs:
             state_dtype=self.pool.dtype,
             grad=self.inputs.problem.grad or (torch.is_grad_enabled() and written),
         )
+
+
+Maybe: TypeAlias = Tensor | None
+# q, k, v, g, beta, pool, indices, num_accepted, has_initial_state, cu_seqlens and out of a decode call.
+DecodeTensors: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Maybe, Maybe, Maybe, Maybe, Maybe]
+# A decode call as a function of these, A_log and dt_bias, for calls that differ from a checked one in nothing else.
+Decoder: TypeAlias = Callable[[DecodeTensors, Maybe, Maybe], Tensor]

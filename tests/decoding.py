@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from compare import assert_close, bits
 from torch import Tensor
 
 import flash_kda
+from flash_kda.checks_decode import check_decode
+from flash_kda.types import DecodeInputs
 
 ROWS = ("q", "k", "v", "g", "beta")
 # RMSE ratio per head that is allowed beyond the rounding of results: decoding is float32 arithmetic on every backend.
@@ -152,16 +155,17 @@ def expected(call: Call) -> tuple[Tensor, dict[int, Tensor]]:
     return o, written if call["write_states"] else {}
 
 
+def checked(call: Call) -> DecodeInputs:
+    """The call as the checks pass it on."""
+    names = [name for name in inspect.signature(check_decode).parameters if name != "out"]
+    return check_decode(**{name: call[name] for name in names}, out=call.get("out"))
+
+
 def skip_if_declined(target: Target, call: Call) -> None:
     """Skip with the backend's reason where it may decline."""
     if not target.partial:
         return
-    from flash_kda.checks_decode import check_decode
-
-    names = ("gate", "pool", "indices", "num_accepted", "has_initial_state", "cu_seqlens", "scale", "qk_l2norm")
-    names += ("beta_is_logit", "allow_neg_eigval", "state_layout", "pad_index", "write_states")
-    problem = check_decode(*(call[name] for name in (*ROWS, *names)), call.get("out")).problem
-    why = flash_kda.explain(problem, target.backend)
+    why = flash_kda.explain(checked(call).problem, target.backend)
     if why.backend is None:
         pytest.skip(str(why))
 

@@ -18,31 +18,30 @@ from functools import partial
 import torch
 from cases import Call, Case, spans_of
 from compare import assert_same_bits
-from decoding import BASE, PACKED, ROWS, DecodeCase, assert_decoded
+from decoding import BASE, PACKED, ROWS, DecodeCase, assert_decoded, checked
 from torch import Tensor
 
 from flash_kda.backends.triton.config import DecodeConfig, Device, configure_decode
-from flash_kda.checks_decode import check_decode
+from flash_kda.types import DecodeInputs, gate_parameters
 
 TOLERANCE = 1e-5
 # Few multiprocessors ask for few programs, which the interpreter runs one after the other.
 DEVICE = Device(90, 1, 232448, 233472)
-OPTIONS = (
-    *("gate", "pool", "indices", "num_accepted", "has_initial_state", "cu_seqlens", "scale", "qk_l2norm"),
-    *("beta_is_logit", "allow_neg_eigval", "state_layout", "pad_index", "write_states"),
-)
 
 
 def launch(call: Call, config: DecodeConfig | None = None, out: Tensor | None = None) -> Tensor:
     """One launch, with NaN in the output before it."""
+    return launch_checked(checked(call), config, torch.empty(call["v"].shape) if out is None else out)
+
+
+def launch_checked(call: DecodeInputs, config: DecodeConfig | None, out: Tensor) -> Tensor:
     from flash_kda.backends.triton import decode_launch
 
-    checked = check_decode(*(call[name] for name in (*ROWS, *OPTIONS)), out)
-    out = torch.empty(call["v"].shape) if out is None else out
     out.fill_(torch.nan)
     if config is None:
-        config = configure_decode(checked.problem, DEVICE, call["state_layout"])
-    decode_launch.launch(checked, config, out)
+        config = configure_decode(call.problem, DEVICE, call.inputs.state_layout)
+    plan = decode_launch.plan(call, config, out)
+    decode_launch.launch(plan, decode_launch.tensors_of(call), *gate_parameters(call.inputs.gate), out)
     return out
 
 
@@ -141,12 +140,8 @@ def beyond_the_width() -> None:
     wide = torch.cat([call["indices"], torch.full((2, 1), -1, dtype=torch.int32)], 1)
     expected = launch(meant | {"indices": wide})
     after, call["pool"][:] = call["pool"].clone(), before
-    from flash_kda.backends.triton import decode_launch
-
-    checked = check_decode(*((meant | {"indices": wide})[name] for name in (*ROWS, *OPTIONS)), None)
-    out = torch.full_like(expected, torch.nan)
-    config = configure_decode(checked.problem, DEVICE, "vk")
-    decode_launch.launch(replace(checked, indices=call["indices"]), config, out)
+    narrow = replace(checked(meant | {"indices": wide}), indices=call["indices"])
+    out = launch_checked(narrow, None, torch.empty_like(expected))
     assert_same_bits(out, expected, "o")
     assert_same_bits(call["pool"], after, "pool")
     assert spans_of(meant)[1] == (0, 2, 5)

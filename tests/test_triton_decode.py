@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import json
 import multiprocessing
@@ -29,7 +28,7 @@ from torch import Tensor
 
 import flash_kda
 from flash_kda.backends.triton.config import DecodeConfig, Device, configure_decode
-from flash_kda.types import DecodeInputs, Problem
+from flash_kda.types import DecodeInputs, Problem, gate_parameters
 
 # The interpreter.
 
@@ -156,8 +155,10 @@ def launched(call: DecodeInputs, config: DecodeConfig) -> tuple[Any, ...]:
     """The arguments of ``run`` of a call."""
     from flash_kda.backends.triton import decode_launch
 
+    out = torch.empty_like(call.inputs.v)
+    plan = decode_launch.plan(call, config, out)
     with mock.patch.object(decode_launch, "run") as run:
-        decode_launch.launch(call, config, torch.empty_like(call.inputs.v))
+        decode_launch.launch(plan, decode_launch.tensors_of(call), *gate_parameters(call.inputs.gate), out)
     arguments: tuple[Any, ...] = run.call_args.args
     return arguments
 
@@ -400,11 +401,3 @@ def test_model_shapes(layout: str, state_dtype: str, B: int) -> None:
     for T, index in ((1, "one"), (4, "each")):
         rows = Case(B=B, T=T, H=2, K=128, V=128, dtype="bfloat16", layout=layout, state_dtype=state_dtype)
         check(TRITON, DecodeCase(rows, index=index, accepted=index == "each"))
-
-
-def test_the_public_signature_is_what_the_checks_take() -> None:
-    """``kda_decode`` hands its arguments to the checks by position."""
-    from flash_kda.checks_decode import check_decode
-
-    public = list(inspect.signature(flash_kda.kda_decode).parameters)
-    assert sorted(inspect.signature(check_decode).parameters) == sorted(set(public) - {"backend"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_kda.types import DecodeInputs, Inputs, Problem
+from flash_kda.types import DecodeInputs, Decoder, Inputs, Problem
 
 MAX_HEAD = 256
 MIN_CAPABILITY = (8, 0)
@@ -40,6 +40,13 @@ def run(inputs: Inputs, out: Tensor | None = None, final_state: Tensor | None = 
 
 def run_decode(call: DecodeInputs) -> Tensor:
     """Output in v's dtype; one launch, float32 arithmetic."""
-    from flash_kda.backends.triton.decode_launch import decode
+    from flash_kda.backends.triton.decode_launch import run_decode
 
-    return decode(call)
+    return run_decode(call)
+
+
+def decoder(call: DecodeInputs) -> Decoder:
+    """The launch with all but its tensors worked out."""
+    from flash_kda.backends.triton.decode_launch import decoder
+
+    return decoder(call)

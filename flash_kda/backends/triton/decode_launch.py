@@ -1,8 +1,9 @@
-"""One decode call on the GPU: its arguments and its launch."""
+"""Decode calls on the GPU: what a launch takes besides tensors, worked out once, and the launch."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,7 +12,30 @@ from flash_kda.backends.triton import decode as kernels
 from flash_kda.backends.triton.config import DecodeConfig, configure_decode
 from flash_kda.backends.triton.forward import GATES, device_facts, state_strides
 from flash_kda.backends.triton.launch import run
-from flash_kda.types import DecodeInputs, LowerBoundGate, gate_parameters
+from flash_kda.types import DecodeInputs, Decoder, DecodeTensors, LowerBoundGate, gate_parameters
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The arguments of ``launch.run`` that are no tensors, for all calls of one form."""
+
+    programs: int
+    strides: tuple[int, ...]
+    numbers: tuple[int | float, ...]
+    constants: dict[str, object]
+    warps: int
+
+
+def _row_strides(x: Tensor) -> tuple[int, int, int]:
+    """Strides by batch row, token and head. That of a lone batch row, which may be any number, is left out."""
+    b, t, h = x.stride()[:3]
+    return (0 if x.shape[0] == 1 else b, t, h)
+
+
+def _strides(x: Tensor | None, dims: int) -> tuple[int, ...]:
+    """Strides, filled up with zeros."""
+    found = () if x is None else x.stride()
+    return (*found, *[0] * (dims - len(found)))
 
 
 def index_kind(indices: Tensor | None) -> int:
@@ -21,75 +45,109 @@ def index_kind(indices: Tensor | None) -> int:
     return int(kernels.ONE.value if indices.ndim == 1 else kernels.EACH.value)
 
 
-def _optional(x: Tensor | None, instead: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """A tensor and its strides; an argument that the kernel does not read still needs a pointer."""
-    return (instead, (0,)) if x is None else (x, x.stride())
-
-
-def _row_strides(x: Tensor) -> tuple[int, int, int]:
-    """Strides by batch row, token and head. That of a lone batch row, which may be any number, is left out."""
-    b, t, h = x.stride()[:3]
-    return (0 if x.shape[0] == 1 else b, t, h)
-
-
-def launch(call: DecodeInputs, config: DecodeConfig, out: Tensor) -> None:
-    """Write the output and update the pool. There are rows and tokens."""
+def plan(call: DecodeInputs, config: DecodeConfig, out: Tensor) -> Plan:
+    """What the launch of a call takes besides its tensors. There are rows and tokens."""
     inputs, pool, indices = call.inputs, call.pool, call.indices
     q, k, v, g, beta, gate = inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.gate
     T, HV, V = q.shape[1], v.shape[2], v.shape[3]
-    N, packed = inputs.num_sequences, inputs.cu_seqlens is not None
     A_log, dt_bias = gate_parameters(gate)
-    cu, cu_strides = _optional(inputs.cu_seqlens, q)
-    index, index_strides = _optional(indices, q)
-    accepted, accepted_strides = _optional(call.num_accepted, q)
-    known, known_strides = _optional(call.has_initial_state, q)
+    packed = inputs.cu_seqlens is not None
     width = 1 if indices is None or indices.ndim == 1 else indices.shape[1]
-    tensors = (
-        *(q, k, v, g, beta),
-        q if A_log is None else A_log.float().contiguous(),
-        q if dt_bias is None else dt_bias.float().contiguous(),
-        *(cu, pool, index, accepted, known, out),
-    )
     S_n, S_h, S_v, S_k = state_strides(pool, inputs.state_layout)
-    strides = (
-        *(*_row_strides(q), *_row_strides(k), *_row_strides(v), *_row_strides(g), *_row_strides(beta), *cu_strides),
-        *(S_n, S_h, *(*index_strides, 0)[:2], *accepted_strides, *known_strides),
-        *_row_strides(out),
+    return Plan(
+        programs=inputs.num_sequences * HV * math.ceil(V / config.BV),
+        strides=(
+            *(*_row_strides(q), *_row_strides(k), *_row_strides(v), *_row_strides(g), *_row_strides(beta)),
+            *(*_strides(inputs.cu_seqlens, 1), S_n, S_h, *_strides(indices, 2)),
+            *(*_strides(call.num_accepted, 1), *_strides(call.has_initial_state, 1), *_row_strides(out)),
+        ),
+        numbers=(
+            *(T, inputs.num_sequences, pool.shape[0], width, call.pad_index, inputs.scale),
+            float(gate.lower_bound) if isinstance(gate, LowerBoundGate) else 0.0,
+        ),
+        constants={
+            "HV": HV,
+            "GROUP": HV // q.shape[2],
+            "K": q.shape[3],
+            "V": V,
+            "BK": config.BK,
+            "BV": config.BV,
+            "S_v": S_v,
+            "S_k": S_k,
+            "GATE": GATES[gate.kind],
+            "HAS_A_LOG": A_log is not None,
+            "HAS_DT_BIAS": dt_bias is not None,
+            "QK_L2NORM": inputs.qk_l2norm,
+            "BETA_IS_LOGIT": inputs.beta_is_logit,
+            "NEG_EIGVAL": inputs.allow_neg_eigval,
+            "PACKED": packed,
+            "SINGLE": T == 1 and not packed,
+            "INDEX": index_kind(indices),
+            "HAS_ACCEPTED": call.num_accepted is not None,
+            "HAS_KNOWN": call.has_initial_state is not None,
+            "STORE": call.write_states,
+        },
+        warps=config.warps,
     )
-    lower_bound = float(gate.lower_bound) if isinstance(gate, LowerBoundGate) else 0.0
-    numbers = (T, N, pool.shape[0], width, call.pad_index, inputs.scale, lower_bound)
-    constants: dict[str, object] = {
-        "HV": HV,
-        "GROUP": HV // q.shape[2],
-        "K": q.shape[3],
-        "V": V,
-        "BK": config.BK,
-        "BV": config.BV,
-        "S_v": S_v,
-        "S_k": S_k,
-        "GATE": GATES[gate.kind],
-        "HAS_A_LOG": A_log is not None,
-        "HAS_DT_BIAS": dt_bias is not None,
-        "QK_L2NORM": inputs.qk_l2norm,
-        "BETA_IS_LOGIT": inputs.beta_is_logit,
-        "NEG_EIGVAL": inputs.allow_neg_eigval,
-        "PACKED": packed,
-        "SINGLE": T == 1 and not packed,
-        "INDEX": index_kind(indices),
-        "HAS_ACCEPTED": call.num_accepted is not None,
-        "HAS_KNOWN": call.has_initial_state is not None,
-        "STORE": call.write_states,
-    }
-    run(kernels.decode, N * HV * math.ceil(V / config.BV), tensors, strides, numbers, constants, config.warps)
 
 
-def decode(call: DecodeInputs) -> Tensor:
-    """Output ``[B, T, HV, V]``, into the call's tensor if it has one."""
+def launch(plan: Plan, tensors: DecodeTensors, A_log: Tensor | None, dt_bias: Tensor | None, out: Tensor) -> None:
+    """Write the output and update the pool."""
+    q, k, v, g, beta, pool, indices, accepted, known, cu, _ = tensors
+    run(
+        kernels.decode,
+        plan.programs,
+        (
+            *(q, k, v, g, beta),
+            # An argument that the kernel does not read still needs a pointer: q stands in for those that are absent.
+            q if A_log is None else A_log.float().contiguous(),
+            q if dt_bias is None else dt_bias.float().contiguous(),
+            q if cu is None else cu,
+            pool,
+            q if indices is None else indices,
+            q if accepted is None else accepted,
+            q if known is None else known,
+            out,
+        ),
+        plan.strides,
+        plan.numbers,
+        plan.constants,
+        plan.warps,
+    )
+
+
+def tensors_of(call: DecodeInputs) -> DecodeTensors:
+    """The call's tensors."""
+    x = call.inputs
+    rows = (x.q, x.k, x.v, x.g, x.beta, call.pool)
+    return (*rows, call.indices, call.num_accepted, call.has_initial_state, x.cu_seqlens, call.out)
+
+
+def decoder(call: DecodeInputs) -> Decoder:
+    """All calls of this call's form, as a function of their tensors."""
     v = call.inputs.v
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if call.out is None else call.out
-    if call.inputs.num_sequences == 0 or v.shape[1] == 0:
-        return out.zero_()
-    device = v.device
-    with torch.cuda.device(device):
-        launch(call, configure_decode(call.problem, device_facts(device.index), call.inputs.state_layout), out)
-    return out
+    shape, dtype, device = v.shape, v.dtype, v.device
+    empty = call.inputs.num_sequences == 0 or shape[1] == 0
+    like = torch.empty(shape, dtype=dtype, device="meta") if call.out is None else call.out
+    config = configure_decode(call.problem, device_facts(device.index), call.inputs.state_layout)
+    ready = plan(call, config, like)
+
+    def decode(tensors: DecodeTensors, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
+        out = tensors[-1]
+        if out is None:
+            out = torch.empty(shape, dtype=dtype, device=device)
+        if empty:
+            return out.zero_()
+        if torch.cuda.current_device() == device.index:
+            launch(ready, tensors, A_log, dt_bias, out)
+        else:
+            with torch.cuda.device(device):
+                launch(ready, tensors, A_log, dt_bias, out)
+        return out
+
+    return decode
+
+
+def run_decode(call: DecodeInputs) -> Tensor:
+    """Output ``[B, T, HV, V]``, into the call's tensor if it has one."""
+    return decoder(call)(tensors_of(call), *gate_parameters(call.inputs.gate))
