@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_kda import dispatch
+from flash_kda import dispatch, ops
 from flash_kda.checks_decode import check_decode
-from flash_kda.types import Decoder, DecodeTensors, Gate, StateLayout
+from flash_kda.types import Decoder, DecodeTensors, Gate, LowerBoundGate, StateLayout, gate_parameters
 
 
 def kda_decode(
@@ -81,7 +81,8 @@ def kda_decode(
     """
     tensors = (q, k, v, g, beta, pool, indices, num_accepted, has_initial_state, cu_seqlens, out)
     options = (scale, qk_l2norm, beta_is_logit, allow_neg_eigval, state_layout, pad_index, write_states)
-    return _decode(tensors, gate, options, backend)
+    run = _traced if torch.compiler.is_compiling() else _decode
+    return run(tensors, gate, options, backend)
 
 
 # How calls that have passed their checks are run again. A key holds all that the checks look at besides tensors' values
@@ -115,3 +116,47 @@ def _decode(tensors: DecodeTensors, gate: Gate, options: tuple[Any, ...], backen
             _known.clear()
         _known[key] = name, new
     return o
+
+
+@torch.library.custom_op("flash_kda::decode", mutates_args=("pool",))
+def _operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    pool: Tensor,
+    indices: Tensor | None,
+    num_accepted: Tensor | None,
+    has_initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    kind: str,
+    lower_bound: float,
+    scale: float | None,
+    qk_l2norm: bool,
+    beta_is_logit: bool,
+    allow_neg_eigval: bool,
+    state_layout: str,
+    pad_index: int,
+    write_states: bool,
+    backend: str,
+) -> Tensor:
+    """A call as one operator of torch, for torch.compile; its arguments are checked when it runs."""
+    tensors = (q, k, v, g, beta, pool, indices, num_accepted, has_initial_state, cu_seqlens, None)
+    options = (scale, qk_l2norm, beta_is_logit, allow_neg_eigval, state_layout, pad_index, write_states)
+    return _decode(tensors, ops.make_gate(kind, A_log, dt_bias, lower_bound), options, backend)
+
+
+@_operator.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return torch.empty(v.shape, dtype=v.dtype, device=v.device)
+
+
+def _traced(tensors: DecodeTensors, gate: Gate, options: tuple[Any, ...], backend: str) -> Tensor:
+    """A call as a node of a graph."""
+    *others, out = tensors
+    lower_bound = gate.lower_bound if isinstance(gate, LowerBoundGate) else 0.0
+    o: Tensor = _operator(*others, *gate_parameters(gate), gate.kind, lower_bound, *options, backend)
+    return o if out is None else out.copy_(o)
