@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -253,3 +254,18 @@ def test_the_cpu_checks_every_call() -> None:
     bad = PACKED.build() | {"cu_seqlens": torch.tensor([0, 3, 2, 5])}
     with pytest.raises(ValueError, match=r"^cu_seqlens: got 2 after 3"):
         flash_kda.kda_decode(**bad)
+
+
+def test_the_code_of_the_serving_guide_runs() -> None:
+    """In its order, and it does what its comments say."""
+    text = (Path(__file__).parents[1] / "docs" / "serving.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 2
+    names: dict[str, Any] = {}
+    exec(blocks[0], names)
+    assert names["pool"].flatten(1).any(1).nonzero().flatten().tolist() == [2, 5]
+    assert not names["o"][1].count_nonzero()
+    assert names["o"][0].count_nonzero()
+    exec(blocks[1], names)
+    assert names["pool"].flatten(1).any(1).all()
+    assert not names["o"][1].count_nonzero()
