@@ -234,6 +234,7 @@ def source_of(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, obje
     from triton.compiler import ASTSource
 
     types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8", torch.int32: "i32"}
+    types |= {torch.int64: "i64", torch.bool: "i1"}
     signature, attributes = {}, {}
     constants = dict(constants)
     for i, (parameter, value) in enumerate(zip(kernel.params, arguments, strict=False)):

@@ -22,7 +22,7 @@ import pytest
 import torch
 from cases import Call, Case, Target
 from compare import assert_same_bits
-from decoding import BASE, PACKED, ROWS, DecodeCase, check, run
+from decoding import BASE, CASES, PACKED, ROWS, DecodeCase, check, parameters, run
 from test_triton import DEVICES, meta_inputs, source_of
 from torch import Tensor
 
@@ -87,7 +87,12 @@ class Build:
 
 @dataclass(frozen=True)
 class Built:
-    """What became of a build: ``stack`` is what a thread spills, in bytes; loads and stores of 16 bytes by a thread."""
+    """What became of a build.
+
+    Attributes:
+        stack: what a thread spills, in bytes. wide_loads, wide_stores: of 16 bytes by a thread.
+        arithmetic: how many multiply-adds, products, sums and differences.
+    """
 
     error: str | None = None
     registers: int = 0
@@ -95,6 +100,7 @@ class Built:
     shared: int = 0
     wide_loads: int = 0
     wide_stores: int = 0
+    arithmetic: tuple[int, ...] = ()
 
 
 def builds() -> list[Build]:
@@ -144,7 +150,7 @@ def meta_call(build: Build) -> DecodeInputs:
         pool=empty(4 * N + 1, HV, *shape, dtype=p.state_dtype),
         indices=empty(N, 4) if each else empty(N),
         num_accepted=empty(N) if each else None,
-        has_initial_state=None,
+        has_initial_state=empty(N, dtype=torch.bool) if p.packed else None,
         pad_index=-1,
         write_states=True,
         out=None,
@@ -185,7 +191,8 @@ def compile_one(build: Build) -> Built:
     registers, stack = map(int, found.groups())
     ptx = compiled.asm["ptx"]
     loads, stores = (len(re.findall(rf"{kind}\.global\.v4\.b32", ptx)) for kind in ("ld", "st"))
-    return Built(None, registers, stack, compiled.metadata.shared, loads, stores)
+    arithmetic = tuple(ptx.count(f"{kind}.f32") for kind in ("fma.rn", "mul", "add", "sub"))
+    return Built(None, registers, stack, compiled.metadata.shared, loads, stores, arithmetic)
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +226,18 @@ def test_compiles(build: Build, compiled: dict[Build, Future[Built]]) -> None:
     if build.layout == "vk" and (p.K, p.state_dtype) == (128, torch.float32):
         # Sums over K and the vectors along it stay in the warp; only the output passes through shared memory.
         assert built.shared <= 4 * c.BV
+
+
+@pytest.mark.offline
+def test_one_token_and_many_are_the_same_arithmetic() -> None:
+    """The compiler contracts the same products and sums, so that tokens at once have the bits of tokens one by one."""
+    pytest.importorskip("triton")
+    problem = Problem(B=128, T=1, H=12, op="decode")
+    one = compile_one(Build(90, problem))
+    assert one.error is None
+    assert min(one.arithmetic) > 0
+    for index in ("one", "each"):
+        assert compile_one(Build(90, replace(problem, T=4), index=index)).arithmetic == one.arithmetic
 
 
 # Configurations.
@@ -331,9 +350,26 @@ def test_replay_is_eager(case: DecodeCase) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("case", parameters(CASES[::2]))
+@torch.no_grad()
+def test_a_known_form_gives_the_bits_of_a_checked_call(case: DecodeCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_kda import decode
+
+    first, second, other = (replace(case, seed=seed).build("cuda") for seed in (0, 0, 1))
+    monkeypatch.setattr(decode, "_known", {})
+    o = run(TRITON, first)
+    assert len(decode._known) == 1
+    run(TRITON, other)
+    assert_same_bits(run(TRITON, second), o, "o")
+    assert len(decode._known) == 1
+    assert_same_bits(second["pool"], first["pool"], "pool")
+
+
+@gpu
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 @pytest.mark.parametrize("index", ["own", "one", "each"])
-def test_no_wait_no_allocation_no_compilation(index: str) -> None:
-    """After the first call: other numbers of rows, other values, other pad indices."""
+def test_no_wait_no_allocation_no_compilation(index: str, grad: bool) -> None:
+    """After the first call: other numbers of rows, other values, other pad indices; checked or known."""
     from flash_kda.backends.triton import decode as kernels
 
     def kernels_compiled() -> int:
@@ -344,18 +380,19 @@ def test_no_wait_no_allocation_no_compilation(index: str) -> None:
         for B, pad in ((200, -1), (300, -1), (300, 0), (200, 0))
     ]
     outs = [torch.empty_like(call["v"]) for call in calls]
-    run(TRITON, calls[0], out=outs[0])
-    torch.cuda.synchronize()
-    compiled, allocated = kernels_compiled(), torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for call, out in zip(calls, outs, strict=True):
-            flash_kda.kda_decode(**call, out=out, backend="triton")
-        assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
-        o = flash_kda.kda_decode(**calls[0], backend="triton")
-        assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated + 1
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with torch.set_grad_enabled(grad):
+        run(TRITON, calls[0], out=outs[0])
+        torch.cuda.synchronize()
+        compiled, allocated = kernels_compiled(), torch.cuda.memory_stats()["allocation.all.allocated"]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for call, out in zip(calls * 2, outs * 2, strict=True):
+                flash_kda.kda_decode(**call, out=out, backend="triton")
+            assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+            o = flash_kda.kda_decode(**calls[0], backend="triton")
+            assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated + 1
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     assert o.shape == calls[0]["v"].shape
     assert kernels_compiled() == compiled
 
