@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from flash_kda.checks import STATE_DTYPES, _dense_last, _device, _dtype, _flag, _shape, _tensor, check
+from flash_kda.checks import STATE_DTYPES, check
 from flash_kda.types import DecodeInputs, Gate, Inputs, StateLayout
 
 # More tokens of a row than this are a prefill: it has matrix products for them.
@@ -15,17 +15,34 @@ MOST_TOKENS = 16
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
+def _check_tensor(name: str, x: object, allowed: tuple[torch.dtype, ...], q: Tensor) -> None:
+    """Check that an argument is a tensor of one of some dtypes, where q is."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
+    if x.dtype not in allowed:
+        names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
+        raise TypeError(f"{name}: got {x.dtype}, expected one of {names}")
+    if x.device != q.device:
+        raise ValueError(f"{name}: got device {x.device}, expected {q.device}, where q is")
+
+
+def _check_dense_last(name: str, x: Tensor) -> None:
+    if x.numel() and x.shape[-1] > 1 and x.stride(-1) != 1:
+        raise ValueError(
+            f"{name}: got last-dimension stride {x.stride(-1)}, expected 1; the other dimensions may be strided"
+        )
+
+
 def check_pool(pool: Tensor, inputs: Inputs) -> None:
     """Check the pool against the rows."""
-    _dtype("pool", _tensor("pool", pool), STATE_DTYPES)
+    _check_tensor("pool", pool, STATE_DTYPES, inputs.q)
     letters = "[slots, HV, V, K]" if inputs.state_layout == "vk" else "[slots, HV, K, V]"
     expected = inputs.state_shape[1:]
     if pool.ndim != 4 or tuple(pool.shape[1:]) != expected:
         raise ValueError(
             f"pool: got shape {tuple(pool.shape)}, expected {letters} with {expected} after the first dimension"
         )
-    _device("pool", pool, inputs.q.device)
-    _dense_last("pool", pool)
+    _check_dense_last("pool", pool)
     if any(size > 1 and stride == 0 for size, stride in zip(pool.shape, pool.stride(), strict=True)):
         raise ValueError(f"pool: got strides {pool.stride()}, expected states that do not share memory")
 
@@ -37,10 +54,9 @@ def check_indices(indices: Tensor | None, pool: Tensor, inputs: Inputs) -> None:
         if pool.shape[0] < N:
             raise ValueError(f"pool: got {pool.shape[0]} slots, expected one for each of N = {N} rows without indices")
         return
-    _dtype("indices", _tensor("indices", indices), INDEX_DTYPES)
+    _check_tensor("indices", indices, INDEX_DTYPES, inputs.q)
     if indices.ndim not in (1, 2) or indices.shape[0] != N:
         raise ValueError(f"indices: got shape {tuple(indices.shape)}, expected [N] or [N, W] with N = {N}")
-    _device("indices", indices, inputs.q.device)
 
 
 def check_lengths(inputs: Inputs, indices: Tensor | None) -> None:
@@ -63,19 +79,18 @@ def check_lengths(inputs: Inputs, indices: Tensor | None) -> None:
 
 def check_row_values(name: str, x: Tensor, allowed: tuple[torch.dtype, ...], inputs: Inputs) -> None:
     """Check one value per row."""
-    _dtype(name, _tensor(name, x), allowed)
-    _shape(name, x, (inputs.num_sequences,), "[N]")
-    _device(name, x, inputs.q.device)
+    _check_tensor(name, x, allowed, inputs.q)
+    if tuple(x.shape) != (inputs.num_sequences,):
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected [N] = {(inputs.num_sequences,)}")
 
 
 def check_out(out: Tensor, inputs: Inputs) -> None:
     """Check the caller's tensor for the output."""
     v = inputs.v
-    if _tensor("out", out).dtype != v.dtype:
-        raise TypeError(f"out: got {out.dtype}, expected {v.dtype}, the dtype of v")
-    _shape("out", out, tuple(v.shape), "[B, T, HV, V]")
-    _device("out", out, v.device)
-    _dense_last("out", out)
+    _check_tensor("out", out, (v.dtype,), v)
+    if out.shape != v.shape:
+        raise ValueError(f"out: got shape {tuple(out.shape)}, expected [B, T, HV, V] = {tuple(v.shape)}")
+    _check_dense_last("out", out)
 
 
 def check_decode(
@@ -129,7 +144,8 @@ def check_decode(
         raise TypeError(f"pad_index: got {pad_index!r}, expected an int")
     if not -(2**31) <= pad_index < 2**31:
         raise ValueError(f"pad_index: got {pad_index}, expected an int of 32 bits")
-    _flag("write_states", write_states)
+    if not isinstance(write_states, bool):
+        raise TypeError(f"write_states: got {write_states!r}, expected True or False")
     if out is not None:
         check_out(out, inputs)
     return DecodeInputs(inputs, pool, indices, num_accepted, has_initial_state, pad_index, write_states, out)

@@ -61,7 +61,12 @@ WRONG: tuple[tuple[DecodeCase, dict[str, Any], type[Exception], str], ...] = (
     (BASE, {"indices": ints([0, 1])}, ValueError, "indices: got shape (2,), expected [N] or [N, W] with N = 3"),
     (BASE, {"indices": ints([[[0]]] * 3)}, ValueError, "indices: got shape (3, 1, 1), expected [N] or [N, W]"),
     (BASE, {"indices": ints([[0], [1], [2]])}, ValueError, "indices: got W = 1 slots a row, expected at least one for"),
-    (BASE, {"indices": torch.zeros(3, dtype=torch.int32, device="meta")}, ValueError, "indices: got device meta"),
+    (
+        BASE,
+        {"indices": torch.zeros(3, dtype=torch.int32, device="meta")},
+        ValueError,
+        "indices: got device meta",
+    ),
     (
         BASE,
         {"indices": None, "pool": torch.zeros(2, 4, 5, 3)},
@@ -84,7 +89,7 @@ WRONG: tuple[tuple[DecodeCase, dict[str, Any], type[Exception], str], ...] = (
     (BASE, {"pad_index": 2**31}, ValueError, "pad_index: got 2147483648, expected an int of 32 bits"),
     (BASE, {"write_states": 1}, TypeError, "write_states: got 1, expected True or False"),
     (BASE, {"out": 0}, TypeError, "out: got int, expected a torch.Tensor"),
-    (BASE, {"out": torch.zeros(3, 2, 4, 5).half()}, TypeError, "out: got torch.float16, expected torch.float32"),
+    (BASE, {"out": torch.zeros(3, 2, 4, 5).half()}, TypeError, "out: got torch.float16, expected one of float32"),
     (BASE, {"out": torch.zeros(3, 2, 4, 6)}, ValueError, "out: got shape (3, 2, 4, 6), expected [B, T, HV, V]"),
     (BASE, {"out": torch.zeros(3, 2, 4, 10)[..., ::2]}, ValueError, "out: got last-dimension stride 2, expected 1"),
     (PACKED, {"cu_seqlens": ints([0, 2, 2, 9])}, ValueError, "cu_seqlens: got last entry 9, expected at most T = 5"),

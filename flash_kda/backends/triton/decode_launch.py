@@ -17,7 +17,7 @@ from flash_kda.types import DecodeInputs, Decoder, DecodeTensors, LowerBoundGate
 
 @dataclass(frozen=True)
 class Plan:
-    """The arguments of ``launch.run`` that are no tensors, for all calls of one form."""
+    """What a launch takes besides tensors, for all calls of one form; in the order of the kernel's parameters."""
 
     programs: int
     strides: tuple[int, ...]
@@ -26,16 +26,18 @@ class Plan:
     warps: int
 
 
-def _row_strides(x: Tensor) -> tuple[int, int, int]:
+def _row_strides(**tensors: Tensor) -> dict[str, int]:
     """Strides by batch row, token and head. That of a lone batch row, which may be any number, is left out."""
-    b, t, h = x.stride()[:3]
-    return (0 if x.shape[0] == 1 else b, t, h)
+    found = {}
+    for name, x in tensors.items():
+        b, t, h = x.stride()[:3]
+        found |= {f"{name}_b": 0 if x.shape[0] == 1 else b, f"{name}_t": t, f"{name}_h": h}
+    return found
 
 
-def _strides(x: Tensor | None, dims: int) -> tuple[int, ...]:
-    """Strides, filled up with zeros."""
-    found = () if x is None else x.stride()
-    return (*found, *[0] * (dims - len(found)))
+def _stride(x: Tensor | None, dim: int = 0) -> int:
+    """A stride, 0 of what is not there."""
+    return 0 if x is None or dim >= x.ndim else x.stride(dim)
 
 
 def index_kind(indices: Tensor | None) -> int:
@@ -52,43 +54,51 @@ def plan(call: DecodeInputs, config: DecodeConfig, out: Tensor) -> Plan:
     T, HV, V = q.shape[1], v.shape[2], v.shape[3]
     A_log, dt_bias = gate_parameters(gate)
     packed = inputs.cu_seqlens is not None
-    width = 1 if indices is None or indices.ndim == 1 else indices.shape[1]
     S_n, S_h, S_v, S_k = state_strides(pool, inputs.state_layout)
-    return Plan(
-        programs=inputs.num_sequences * HV * math.ceil(V / config.BV),
-        strides=(
-            *(*_row_strides(q), *_row_strides(k), *_row_strides(v), *_row_strides(g), *_row_strides(beta)),
-            *(*_strides(inputs.cu_seqlens, 1), S_n, S_h, *_strides(indices, 2)),
-            *(*_strides(call.num_accepted, 1), *_strides(call.has_initial_state, 1), *_row_strides(out)),
-        ),
-        numbers=(
-            *(T, inputs.num_sequences, pool.shape[0], width, call.pad_index, inputs.scale),
-            float(gate.lower_bound) if isinstance(gate, LowerBoundGate) else 0.0,
-        ),
-        constants={
-            "HV": HV,
-            "GROUP": HV // q.shape[2],
-            "K": q.shape[3],
-            "V": V,
-            "BK": config.BK,
-            "BV": config.BV,
-            "S_v": S_v,
-            "S_k": S_k,
-            "GATE": GATES[gate.kind],
-            "HAS_A_LOG": A_log is not None,
-            "HAS_DT_BIAS": dt_bias is not None,
-            "QK_L2NORM": inputs.qk_l2norm,
-            "BETA_IS_LOGIT": inputs.beta_is_logit,
-            "NEG_EIGVAL": inputs.allow_neg_eigval,
-            "PACKED": packed,
-            "SINGLE": T == 1 and not packed,
-            "INDEX": index_kind(indices),
-            "HAS_ACCEPTED": call.num_accepted is not None,
-            "HAS_KNOWN": call.has_initial_state is not None,
-            "STORE": call.write_states,
-        },
-        warps=config.warps,
-    )
+    strides = {
+        **_row_strides(q=q, k=k, v=v, g=g, beta=beta),
+        "cu_n": _stride(inputs.cu_seqlens),
+        "S_n": S_n,
+        "S_h": S_h,
+        "index_n": _stride(indices),
+        "index_t": _stride(indices, 1),
+        "accepted_n": _stride(call.num_accepted),
+        "known_n": _stride(call.has_initial_state),
+        **_row_strides(o=out),
+    }
+    numbers: dict[str, int | float] = {
+        "T": T,
+        "N": inputs.num_sequences,
+        "slots": pool.shape[0],
+        "width": 1 if indices is None or indices.ndim == 1 else indices.shape[1],
+        "pad": call.pad_index,
+        "scale": inputs.scale,
+        "lower_bound": float(gate.lower_bound) if isinstance(gate, LowerBoundGate) else 0.0,
+    }
+    constants: dict[str, object] = {
+        "HV": HV,
+        "GROUP": HV // q.shape[2],
+        "K": q.shape[3],
+        "V": V,
+        "BK": config.BK,
+        "BV": config.BV,
+        "S_v": S_v,
+        "S_k": S_k,
+        "GATE": GATES[gate.kind],
+        "HAS_A_LOG": A_log is not None,
+        "HAS_DT_BIAS": dt_bias is not None,
+        "QK_L2NORM": inputs.qk_l2norm,
+        "BETA_IS_LOGIT": inputs.beta_is_logit,
+        "NEG_EIGVAL": inputs.allow_neg_eigval,
+        "PACKED": packed,
+        "SINGLE": T == 1 and not packed,
+        "INDEX": index_kind(indices),
+        "HAS_ACCEPTED": call.num_accepted is not None,
+        "HAS_KNOWN": call.has_initial_state is not None,
+        "STORE": call.write_states,
+    }
+    programs = inputs.num_sequences * HV * math.ceil(V / config.BV)
+    return Plan(programs, tuple(strides.values()), tuple(numbers.values()), constants, config.warps)
 
 
 def launch(plan: Plan, tensors: DecodeTensors, A_log: Tensor | None, dt_bias: Tensor | None, out: Tensor) -> None:
