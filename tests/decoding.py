@@ -58,7 +58,7 @@ class DecodeCase:
         return "; ".join([str(self.rows), *changed])
 
     def build(self, device: str = "cpu") -> Call:
-        """Arguments; NaN fills the slots that no row reads."""
+        """Arguments; NaN fills the slots that no row reads, those of rows that start from zeros too."""
         rng = torch.Generator().manual_seed(self.seed)
         call = self.rows.build(device)
         for name in ("initial_state", "output_final_state"):
@@ -83,10 +83,12 @@ class DecodeCase:
                 accepted[2] = [-1, width + 1][self.seed % 2]
         shape = (case.V, case.K) if case.layout == "vk" else (case.K, case.V)
         pool = torch.full((slots, case.heads, *shape), torch.nan)
+        known = torch.rand(N, generator=rng) < 0.5
+        read = [n for n in range(N) if known[n] or not self.known]
         if self.index == "own":
-            pool[:N] = torch.randn(N, *pool.shape[1:], generator=rng)
+            pool[read] = torch.randn(len(read), *pool.shape[1:], generator=rng)
         else:
-            for n in range(N):
+            for n in read:
                 at = max(int(accepted[n]), 1) - 1 if self.index == "each" and 0 <= accepted[n] <= width else 0
                 if 0 <= (slot := int(table[n, at])) < slots and slot != self.pad:
                     pool[slot] = torch.randn(pool.shape[1:], generator=rng)
@@ -95,7 +97,6 @@ class DecodeCase:
         if self.index == "one":
             call["indices"] = call["indices"][:, 0]
         call["num_accepted"] = accepted.to(dtype).to(device) if self.accepted else None
-        known = torch.rand(N, generator=rng) < 0.5
         call["has_initial_state"] = known.to(device) if self.known else None
         return call | {"pad_index": self.pad, "write_states": self.write}
 

@@ -28,7 +28,7 @@ class Plan:
 
 def _row_strides(**tensors: Tensor) -> dict[str, int]:
     """Strides by batch row, token and head. That of a lone batch row, which may be any number, is left out."""
-    found = {}
+    found: dict[str, int] = {}
     for name, x in tensors.items():
         b, t, h = x.stride()[:3]
         found |= {f"{name}_b": 0 if x.shape[0] == 1 else b, f"{name}_t": t, f"{name}_h": h}
