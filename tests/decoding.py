@@ -72,6 +72,9 @@ class DecodeCase:
         # Slot 0 may be the pad index, so nobody has it.
         table = (1 + torch.randperm(slots - 1, generator=rng))[: N * columns].reshape(N, columns)
         accepted = torch.randint(0, width + 1, (N,), generator=rng) if self.accepted else torch.ones(N).long()
+        if self.accepted and N > 5:
+            # Whoever takes a count of row 4 that is one too large reads row 5's first slot: it is a real one.
+            accepted[5] = width
         if self.padding and self.index != "own":
             nobody = [self.pad, -1, -7, slots, slots + 9, -slots, 2**31 - 1, -(2**31)]
             for i, n in enumerate(range(1, N, 2)):
@@ -79,8 +82,8 @@ class DecodeCase:
                 table[n, at] = nobody[i % len(nobody)]
             if self.index == "each" and width > 1:
                 table[0, width - 1 if accepted[0] < width else 0] = self.pad
-            if self.accepted and N > 2:
-                accepted[2] = [-1, width + 1][self.seed % 2]
+            if self.accepted and N > 4:
+                accepted[2], accepted[4] = -1, width + 1
         shape = (case.V, case.K) if case.layout == "vk" else (case.K, case.V)
         pool = torch.full((slots, case.heads, *shape), torch.nan)
         known = torch.rand(N, generator=rng) < 0.5
