@@ -9,6 +9,7 @@ Importing this package touches neither a GPU nor Triton and reads no environment
 
 from flash_kda.api import kda
 from flash_kda.compat.flashkda import fwd, get_workspace_size
+from flash_kda.decode import kda_decode
 from flash_kda.dispatch import BACKENDS, Explanation, explain, record_backends
 from flash_kda.types import Gate, LogGate, LowerBoundGate, Problem, SoftplusGate
 
@@ -27,5 +28,6 @@ __all__ = [
     "fwd",
     "get_workspace_size",
     "kda",
+    "kda_decode",
     "record_backends",
 ]

@@ -182,7 +182,7 @@ def typical_problems() -> dict[str, Problem]:
         "prefill, 32 heads, softplus gate": Problem(T=8192, H=32, gate="softplus"),
         "prefill, 6 packed sequences": Problem(T=8192, H=64, N=6, packed=True),
         "training, 32 heads": Problem(T=8192, H=32, grad=True),
-        "decode, 128 sequences": Problem(B=128, T=1, H=12),
+        "decode, 128 rows": Problem(B=128, T=1, H=12, op="decode"),
         "float32 on the processor": Problem(T=1024, H=4, dtype=torch.float32, grad=True, device="cpu"),
     }
 
@@ -289,6 +289,17 @@ def run_bench_prefill(out: Path | None, append: bool, **choice: Any) -> int:
     return _measured(action)
 
 
+def run_bench_decode(out: Path | None, append: bool, **choice: Any) -> int:
+    """`bench decode`; see ``flash_kda.bench.commands.decode``."""
+
+    def action() -> int:
+        from flash_kda.bench import commands
+
+        return commands.decode(out, append, **choice)
+
+    return _measured(action)
+
+
 def run_bench_report(files: list[Path], document: Path) -> int:
     """`bench report`; see ``flash_kda.bench.commands.publish``."""
 
@@ -312,7 +323,7 @@ def run_accuracy(out: Path | None, picture: Path | None, **choice: Any) -> int:
 
 
 def add_bench(app: "typer.Typer") -> None:
-    """`bench prefill` and `bench report`."""
+    """`bench prefill`, `bench decode` and `bench report`."""
     import typer
 
     bench = typer.Typer(help="Measure speed on a GPU, and put results into a document.", no_args_is_help=True)
@@ -345,6 +356,21 @@ def add_bench(app: "typer.Typer") -> None:
                 quick=quick,
             )
         )
+
+    @bench.command()
+    def decode(
+        case: Annotated[list[str] | None, typer.Option(help="Case, such as b128-h12; may be repeated.")] = None,
+        gates: Annotated[list[GatesName] | None, typer.Option(help="Kind of gates; may be repeated.")] = None,
+        backend: Annotated[list[str] | None, typer.Option(help="Backend of ours; may be repeated.")] = None,
+        peers: Annotated[bool, typer.Option(help="Whether to measure FLA in the same run.")] = True,
+        quick: Annotated[bool, typer.Option("--quick", help="Four cases and fewer repeats.")] = False,
+        append: Annotated[bool, typer.Option("--append", help="Keep the file's other rows.")] = False,
+        out: Annotated[Path | None, typer.Option(help="JSON file; benchmarks/results/decode-GPU.json if none.")] = None,
+    ) -> None:
+        """Time decoding and verifying drafts on a GPU, beside FLA and the floor of moving the states."""
+        kinds = [name.value for name in gates or []]
+        choice = {"cases": case or [], "gates": kinds, "backends": backend or [], "peers": peers, "quick": quick}
+        _guarded(lambda: run_bench_decode(out, append, **choice))
 
     @bench.command()
     def report(

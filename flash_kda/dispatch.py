@@ -12,7 +12,7 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from flash_kda.types import Inputs, Problem
+from flash_kda.types import DecodeInputs, Decoder, Inputs, Problem
 
 
 class Backend(Protocol):
@@ -28,6 +28,12 @@ class Backend(Protocol):
 
         Both may be strided; ``final_state`` may be the initial state itself. None means a new tensor.
         """
+
+    def run_decode(self, call: DecodeInputs) -> Tensor:
+        """Output ``[B, T, HV, V]`` of a decode call; its pool is updated. ``problem.op`` was ``"decode"``."""
+
+    def decoder(self, call: DecodeInputs) -> Decoder | None:
+        """The call as a function of its tensors, if that spares the host work; otherwise None."""
 
 
 # In the order of preference. The reference is exact and slow: it runs only when asked for by name.
@@ -101,15 +107,27 @@ def run(
     Raises:
         NotImplementedError: no backend fits; the message lists every reason.
     """
-    problem = inputs.problem
+    return choose(inputs.problem, backend)[1].run(inputs, out, final_state)
+
+
+def choose(problem: Problem, backend: str) -> tuple[str, Backend]:
+    """The backend that :func:`explain` names for a problem, recorded as running.
+
+    Raises:
+        NotImplementedError: no backend fits; the message lists every reason.
+    """
     chosen = _choose(problem, backend)
     if chosen is None:
         raise NotImplementedError(str(explain(problem, backend)))
-    name, module = chosen
+    record(chosen[0])
+    return chosen
+
+
+def record(name: str) -> None:
+    """Tell :func:`record_backends` that a backend runs."""
     ran = _record.get()
     if ran is not None:
         ran.append(name)
-    return module.run(inputs, out, final_state)
 
 
 @lru_cache(maxsize=4096)

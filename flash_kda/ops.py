@@ -12,7 +12,8 @@ from flash_kda.checks import check
 from flash_kda.types import Gate, Inputs, LogGate, LowerBoundGate, SoftplusGate, StateLayout, gate_parameters
 
 
-def _gate(kind: str, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float) -> Gate:
+def make_gate(kind: str, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float) -> Gate:
+    """The gate value of an operator's arguments."""
     if kind == "lower_bound":
         return LowerBoundGate(A_log, dt_bias, lower_bound)
     return SoftplusGate(A_log, dt_bias) if kind == "softplus" else LogGate()
@@ -46,7 +47,7 @@ def forward(
         v,
         g,
         beta,
-        gate=_gate(gate, A_log, dt_bias, lower_bound),
+        gate=make_gate(gate, A_log, dt_bias, lower_bound),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
@@ -92,7 +93,7 @@ def _(
         v=v,
         g=g,
         beta=beta,
-        gate=_gate(gate, A_log, dt_bias, lower_bound),
+        gate=make_gate(gate, A_log, dt_bias, lower_bound),
         scale=scale or 0.0,
         initial_state=initial_state,
         output_final_state=True,

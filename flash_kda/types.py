@@ -6,7 +6,7 @@ K and V head sizes, N sequences.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
@@ -16,6 +16,7 @@ from torch import Tensor
 
 StateLayout: TypeAlias = Literal["vk", "kv"]
 GateKind: TypeAlias = Literal["lower_bound", "softplus", "log"]
+Op: TypeAlias = Literal["forward", "decode"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +81,7 @@ class Problem:
         packed: whether ``cu_seqlens`` is given.
         grad: whether a gradient is wanted.
         device: torch device type, such as ``"cpu"`` or ``"cuda"``.
+        op: ``"forward"`` for :func:`flash_kda.kda`, ``"decode"`` for :func:`flash_kda.kda_decode`.
     """
 
     B: int = 1
@@ -95,6 +97,7 @@ class Problem:
     packed: bool = False
     grad: bool = False
     device: str = "cuda"
+    op: Op = "forward"
 
     @staticmethod
     def of(inputs: Inputs) -> Problem:
@@ -274,3 +277,42 @@ class Inputs(_Arguments):
 
     def replace(self, **changes: Any) -> Inputs:
         return self._replace(**changes)
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeInputs:
+    """The checked arguments of one :func:`flash_kda.kda_decode` call.
+
+    Attributes:
+        inputs: rows, gate and options, as for a forward without states; a sequence is called a row here.
+        pool: ``[slots, HV, V, K]`` or ``[slots, HV, K, V]``, changed in place if ``write_states``.
+        indices: ``[N]``, ``[N, W]`` or None; num_accepted, has_initial_state: ``[N]`` or None.
+        out: where the output goes; None means a new tensor.
+    """
+
+    inputs: Inputs
+    pool: Tensor
+    indices: Tensor | None
+    num_accepted: Tensor | None
+    has_initial_state: Tensor | None
+    pad_index: int
+    write_states: bool
+    out: Tensor | None
+
+    @cached_property
+    def problem(self) -> Problem:
+        """What a backend needs to know of this call."""
+        written = self.pool.requires_grad or (self.out is not None and self.out.requires_grad)
+        return replace(
+            self.inputs.problem,
+            op="decode",
+            state_dtype=self.pool.dtype,
+            grad=self.inputs.problem.grad or (torch.is_grad_enabled() and written),
+        )
+
+
+Maybe: TypeAlias = Tensor | None
+# q, k, v, g, beta, pool, indices, num_accepted, has_initial_state, cu_seqlens and out of a decode call.
+DecodeTensors: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Maybe, Maybe, Maybe, Maybe, Maybe]
+# A decode call as a function of these, A_log and dt_bias, for calls that differ from a checked one in nothing else.
+Decoder: TypeAlias = Callable[[DecodeTensors, Maybe, Maybe], Tensor]

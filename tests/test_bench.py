@@ -57,7 +57,8 @@ def test_names_say_what_a_case_is() -> None:
         assert int(heads[1]) == case.heads
         if case.op == "decode":
             assert case.name.startswith(f"b{len(case.lengths)}-")
-            assert case.batch == (len(case.lengths), 1)
+            drafted = re.search(r"-t(\d+)-", case.name)
+            assert case.batch == (len(case.lengths), int(drafted[1]) if drafted else 1)
         elif case.name.startswith("mixed6-8192-"):
             assert case.lengths == (1300, 547, 2048, 963, 271, 3063)
             assert case.batch == (1, 8192)
@@ -76,6 +77,7 @@ def test_the_registry_covers_models_and_published_cases() -> None:
     assert {12, 6} <= set(shapes.MODELS[0].heads_per_gpu)
     assert set(published.PREFILL_MS) <= set(prefills)
     assert set(shapes.QUICK) <= set(prefills)
+    assert set(shapes.QUICK_DECODE) <= set(shapes.cases("decode"))
 
 
 def test_the_floor_counts_every_byte_once() -> None:
@@ -85,6 +87,8 @@ def test_the_floor_counts_every_byte_once() -> None:
     call = shapes.make(SMALL, "strong", "cpu")
     once = [call.q, call.k, call.v, call.g, call.v, call.beta, call.initial_state, call.initial_state]
     assert SMALL.floor_bytes == sum(x.numel() * x.element_size() for x in once)
+    assert shapes.cases("decode")["b32-h12"].floor_bytes == 32 * 12 * 65536 * 2
+    assert shapes.cases("decode")["b32-t4-h12"].floor_bytes == 32 * 12 * 65536 * 5
     assert harness.floor_ms(4300, 4.3e6) == pytest.approx(1.0)
 
 
@@ -539,7 +543,7 @@ def test_details_of_prefill() -> None:
 
 def test_only_one_operation_makes_a_table() -> None:
     for rows in ([], [prefill_row(), {"op": "accuracy"}], [{"op": "other"}]):
-        with pytest.raises(ValueError, match="expected rows of prefill or of accuracy"):
+        with pytest.raises(ValueError, match="expected rows of prefill, of decode or of accuracy"):
             report.summary(rows)
 
 
@@ -620,6 +624,7 @@ def test_the_document_has_a_place_for_every_table(tmp_path: Path) -> None:
     (tmp_path / "performance.md").write_text(DOCUMENT.read_text())
     for name, rows in (
         ("prefill-h200", ROWS),
+        ("decode-h200", [prefill_row(op="decode", case="b1-h12", ms=0.0042)]),
         ("accuracy-bfloat16-h200", accuracy_rows()),
         ("accuracy-float32-h200", accuracy_rows()),
     ):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import Case, Target, targets
 from compare import assert_same_bits
+from decoding import BASE, PACKED, DecodeCase, skip_if_declined
 
 import flash_kda
 
@@ -72,3 +73,29 @@ def test_a_wrong_layout_is_not_taken_for_another() -> None:
     compiled = torch.compile(flash_kda.kda, fullgraph=True, backend="eager")
     with torch.no_grad(), pytest.raises(ValueError, match="state_layout: got 'kk'"):
         compiled(**call | {"state_layout": "kk"})
+
+
+DECODES = (
+    DecodeCase(),
+    DecodeCase(BASE.but(T=3, layout="kv"), index="each", accepted=True, known=True, pad=0),
+    DecodeCase(BASE.but(gate="log"), index="own", write=False),
+    DecodeCase(PACKED.but(lengths=(1, 0, 3), tail=1, gate="softplus")),
+)
+
+
+@pytest.mark.parametrize("with_out", [False, True])
+@pytest.mark.parametrize("case", DECODES, ids=str)
+@pytest.mark.parametrize("target", targets())
+def test_decoding_is_one_operator(target: Target, case: DecodeCase, with_out: bool) -> None:
+    """The compiled call gives the bits of the plain one, and updates the pool."""
+    call, plain = case.build(target.device), case.build(target.device)
+    skip_if_declined(target, call)
+    out = torch.full_like(call["v"], torch.nan) if with_out else None
+    compiled = torch.compile(flash_kda.kda_decode, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        o = compiled(**call, out=out, backend=target.backend)
+        expected = flash_kda.kda_decode(**plain, backend=target.backend)
+    assert_same_bits(o, expected, "o")
+    assert_same_bits(call["pool"], plain["pool"], "pool")
+    if out is not None:
+        assert_same_bits(out, expected, "out")

@@ -21,6 +21,7 @@ FILES = sorted(path for path in ROOT.rglob("*.py"))
 LAYERS = (
     {"types", "config", "device"},
     {"reference", "checks"},
+    {"checks_decode"},
     {"backends"},
     {"dispatch"},
     {"ops"},
@@ -94,7 +95,18 @@ def test_the_reference_needs_only_torch(path: Path) -> None:
 def test_optional_packages_are_imported_where_they_belong(path: Path) -> None:
     """Triton in GPU backends, benchmarks and integrations; nothing but torch in what every import loads."""
     top = {name.split(".")[0] for name in imported(path)}
-    if part(path) in {"types", "config", "device", "reference", "checks", "dispatch", "api", "decode", "__init__"}:
+    if part(path) in {
+        "types",
+        "config",
+        "device",
+        "reference",
+        "checks",
+        "checks_decode",
+        "dispatch",
+        "api",
+        "decode",
+        "__init__",
+    }:
         assert top <= {"torch", "flash_kda", *sys.stdlib_module_names}
 
 

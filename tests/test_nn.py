@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import flash_kda
 from flash_kda.nn import (
     ByteLM,
     ByteLMConfig,
@@ -20,6 +22,7 @@ from flash_kda.nn import (
     LayerCache,
     RMSNorm,
     ShortConvolution,
+    attention,
 )
 
 VARIANTS = {
@@ -334,6 +337,38 @@ def test_language_model_in_pieces_and_packed(tied: bool) -> None:
     for name, p in m.named_parameters():
         assert p.grad is not None, name
         assert p.grad.abs().max() > 0, name
+
+
+def test_single_tokens_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a copy of the state, with the results of ``kda``; not where gradients, drafts or packed rows are asked for."""
+    decoded = []
+
+    def kda_decode(*args: Any, **kwargs: Any) -> Tensor:
+        decoded.append(kwargs["pool"])
+        return flash_kda.kda_decode(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "kda_decode", kda_decode)
+    for variant in VARIANTS:
+        m, x = layer(variant), inputs(4)
+        _, cache = m(x[:, :3], return_cache=True)
+        assert cache is not None
+        before = cache.state.clone()
+        expected, after = m(x[:, 3:], cache, return_cache=True)
+        assert not decoded
+        with torch.no_grad():
+            got, state = m(x[:, 3:], cache, return_cache=True)
+            m(x[:, 3:], cache)
+            m(x[:, 2:], cache, return_cache=True)
+            m(x[:1, :2], cache, return_cache=True, cu_seqlens=torch.tensor([0, 1, 2]))
+            with pytest.raises(ValueError, match="got"):
+                m(x[:1, 3:], cache, return_cache=True)
+        assert after is not None
+        assert state is not None
+        assert len(decoded) == 1
+        assert decoded.pop() is state.state
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(state.state, after.state, rtol=1e-12, atol=1e-12)
+        assert torch.equal(cache.state, before)
 
 
 def test_generation_takes_the_decode_path() -> None:

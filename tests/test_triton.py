@@ -235,6 +235,7 @@ def source_of(launch: Launch, dtypes: dict[str, torch.dtype]) -> Any:
     from triton.compiler import ASTSource
 
     types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8", torch.int32: "i32"}
+    types |= {torch.int64: "i64", torch.bool: "i1"}
     signature: dict[str, str] = {}
     constants, divisible = {}, []
     for i, parameter in enumerate(launch.kernel.params):

@@ -1,1 +1,1 @@
-"""One module or package per backend, each with ``supports(problem)`` and ``run(inputs)``; see dispatch.Backend."""
+"""One module or package per backend: ``supports``, ``run`` and ``run_decode``; see dispatch.Backend."""

@@ -5,18 +5,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flash_kda.backends.stepwise import decode_stepwise, no_gradient
 from flash_kda.reference import kda_recurrent
-from flash_kda.types import Inputs, Problem
+from flash_kda.types import DecodeInputs, Decoder, Inputs, Problem
 
 
 def supports(problem: Problem) -> str | None:
-    """The reference runs everything."""
-    return None
+    """The reference runs everything, decoding without gradients."""
+    return no_gradient(problem)
 
 
 def run(inputs: Inputs, out: Tensor | None = None, final_state: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Compute in float64; the output is rounded once, at the end."""
     return deliver(*kda_recurrent(inputs, torch.float64), out, final_state)
+
+
+def run_decode(call: DecodeInputs) -> Tensor:
+    """Token by token; states are float64 inside and rounded when they are stored."""
+    return decode_stepwise(call, run, torch.float64)
+
+
+def decoder(call: DecodeInputs) -> Decoder | None:
+    """Nothing to spare: the values of every call are read and checked."""
+    return None
 
 
 def deliver(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from rich.console import Console
 
 import flash_kda
 from flash_kda.bench import accuracy as judging
+from flash_kda.bench import decode as decoding
 from flash_kda.bench import prefill as timing
 from flash_kda.bench import report, shapes
 
@@ -84,9 +85,49 @@ def prefill(
     kinds = tuple(kind for kind in shapes.GATES if kind in chosen(gates, shapes.GATES, "--gates"))
     backends = chosen(backends or ["auto"], ["auto", *flash_kda.BACKENDS], "--backend")
     require_gpu("bench prefill", "`make bench-cpu` times the CPU backend.")
-    meta = report.describe(" ".join(["flash-kda bench prefill", *given]))
-    path = out or RESULTS / f"prefill-{report.gpu_slug(meta['gpu'])}.json"
     options = timing.Options(names, kinds, backends, tuple(peers), 10 if quick else 30, first_call)
+    return _measure("prefill", given, out, append, lambda keep: timing.run(options, say, keep))
+
+
+def decode(
+    out: Path | None,
+    append: bool,
+    *,
+    cases: Sequence[str],
+    gates: Sequence[str],
+    backends: Sequence[str],
+    peers: bool,
+    quick: bool,
+) -> int:
+    """Measure decoding, write the rows and show them.
+
+    Args:
+        out, append: as for :func:`prefill`.
+        cases, gates, backends: names; none means all (``quick``: four cases), strong gates and the backend of choice.
+        peers: whether FLA is measured beside us.
+    """
+    given = [*(f"--case {name}" for name in cases), *(f"--gates {name}" for name in gates)]
+    given += [*(f"--backend {name}" for name in backends), *([] if peers else ["--no-peers"])]
+    given += ["--quick"] if quick else []
+    names = chosen(cases or (shapes.QUICK_DECODE if quick else ()), list(shapes.cases("decode")), "--case")
+    wanted = chosen(gates or ("strong",), shapes.GATES, "--gates")
+    backends = chosen(backends or ["auto"], ["auto", *flash_kda.BACKENDS], "--backend")
+    require_gpu("bench decode", "There is no other use for its figures.")
+    kinds = tuple(kind for kind in shapes.GATES if kind in wanted)
+    options = decoding.Options(names, kinds, backends, peers, 10 if quick else 50)
+    return _measure("decode", given, out, append, lambda keep: decoding.run(options, say, keep))
+
+
+def _measure(
+    op: str, given: Sequence[str], out: Path | None, append: bool, run: Callable[[report.Keep], list[report.Row]]
+) -> int:
+    """Run a measurement into its results file, and show it.
+
+    Args:
+        given: the options that were given, to be run again. run: measures, telling its argument the rows so far.
+    """
+    meta = report.describe(" ".join([f"flash-kda bench {op}", *given]))
+    path = out or RESULTS / f"{op}-{report.gpu_slug(meta['gpu'])}.json"
 
     def keep(rows: list[report.Row]) -> None:
         report.write(path, meta, report.merge(path, meta, rows) if append else rows)
@@ -98,10 +139,10 @@ def prefill(
     except (OSError, ValueError) as error:
         raise Refused(f"--out {path}: {error}") from error
     try:
-        rows = timing.run(options, say, keep)
+        rows = run(keep)
     except NotImplementedError as error:
         raise Refused(str(error)) from error
-    show(rows, f"Prefill, ms (multiples of the floor), {meta['gpu']}")
+    show(rows, f"{op.capitalize()}, ms (multiples of the floor), {meta['gpu']}")
     say(f"Results: {path}")
     return 0
 

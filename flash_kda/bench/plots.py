@@ -43,7 +43,8 @@ def prefill_figure(meta: Meta, rows: Sequence[Row]) -> Figure:
     cases = list(dict.fromkeys(str(row["case"]) for row in rows))
     gates = list(dict.fromkeys(str(row["gates"]) for row in rows))
     figure = Figure(figsize=(2.4 + 4.4 * len(gates), 2.2 + 0.34 * len(cases)), layout="constrained")
-    figure.suptitle(f"Prefill forward, {meta['gpu']}, {meta['date']}", x=0.01, ha="left", color=INK, fontsize=13)
+    what = "Decode" if operation(rows) == "decode" else "Prefill forward"
+    figure.suptitle(f"{what}, {meta['gpu']}, {meta['date']}", x=0.01, ha="left", color=INK, fontsize=13)
     axes = figure.subplots(1, len(gates), sharex=True, sharey=True, squeeze=False)[0]
     palette = colours(rows)
     for ax, kind in zip(axes, gates, strict=True):
@@ -120,7 +121,7 @@ def accuracy_figure(meta: Meta, rows: Sequence[Row]) -> Figure:
 
 def picture(meta: Meta, rows: Sequence[Row]) -> bytes:
     """The picture of a results file, as a PNG file."""
-    figure = (prefill_figure if operation(rows) == "prefill" else accuracy_figure)(meta, rows)
+    figure = (accuracy_figure if operation(rows) == "accuracy" else prefill_figure)(meta, rows)
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=110, facecolor=PAPER)
     return out.getvalue()

@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,6 +23,8 @@ from flash_kda.bench import published
 
 Row: TypeAlias = dict[str, Any]
 Meta: TypeAlias = dict[str, Any]
+# Told all rows so far after every case, so that a run that is cut off leaves something.
+Keep: TypeAlias = Callable[[list[Row]], None]
 # What makes two rows results of the same thing, and two runs comparable.
 KEY = ("op", "case", "gates", "setting", "layout", "dtype", "tokens", "impl", "backend", "work")
 SAME_MACHINE = ("gpu", "driver", "torch", "triton", "cuda")
@@ -107,6 +109,11 @@ def _number(x: float | None, digits: int = 3) -> str:
     return "" if x is None else f"{x:.{digits}f}"
 
 
+def digits_of(row: Row) -> int:
+    """Decimal places of milliseconds: a decode call may take a few microseconds."""
+    return 4 if row.get("op") == "decode" else 3
+
+
 def _scientific(x: float | None, digits: int = 1) -> str:
     return "" if x is None else f"{x:.{digits}e}"
 
@@ -135,16 +142,16 @@ PREFILL_COLUMNS = (
 
 def prefill_cells(row: Row) -> tuple[str, ...]:
     """One row as text, in the order of PREFILL_COLUMNS."""
-    ms, floor = time_of(row), row.get("floor_ms")
+    ms, floor, digits = time_of(row), row.get("floor_ms"), digits_of(row)
     no_graph = " (no graph)" if row.get("ms") is None else ""
     return (
         str(row["case"]),
         str(row["gates"]),
         label(row),
-        f"{_number(ms)}{no_graph}",
+        f"{_number(ms, digits)}{no_graph}",
         _number(ms / floor, 2) if ms is not None and floor else "",
-        _number(floor),
-        _number(row.get("eager_ms")),
+        _number(floor, digits),
+        _number(row.get("eager_ms"), digits),
         _number(row.get("host_us"), 0),
         _number(row.get("peak_mb"), 0),
         _number(row.get("first_call_s"), 1),
@@ -177,14 +184,15 @@ def operation(rows: Sequence[Row]) -> str:
         ValueError: there are no rows, or rows of several operations or of one that has no table.
     """
     ops = {str(row.get("op")) for row in rows}
-    if len(ops) != 1 or not ops <= {"prefill", "accuracy"}:
-        raise ValueError(f"op: got {', '.join(sorted(ops)) or 'no rows'}, expected rows of prefill or of accuracy")
+    if len(ops) != 1 or not ops <= {"prefill", "decode", "accuracy"}:
+        got = ", ".join(sorted(ops)) or "no rows"
+        raise ValueError(f"op: got {got}, expected rows of prefill, of decode or of accuracy")
     return ops.pop()
 
 
 def details(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Columns and cells of all that was measured, a line for each row; columns that are empty are left out."""
-    prefill = operation(rows) == "prefill"
+    prefill = operation(rows) != "accuracy"
     columns: tuple[str, ...] = PREFILL_COLUMNS if prefill else ACCURACY_COLUMNS
     cells = [(prefill_cells if prefill else accuracy_cells)(row) for row in rows]
     used = [i for i in range(len(columns)) if any(line[i] for line in cells)]
@@ -193,7 +201,7 @@ def details(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]
 
 def published_cell(row: Row) -> str:
     """FlashKDA's figure for what a row measured, or ""."""
-    if row["op"] == "prefill":
+    if row["op"] != "accuracy":
         return _number(published.prefill_ms(str(row["case"]), str(row["gates"])))
     known = published.accuracy(str(row["setting"]), str(row["layout"]), str(row.get("dtype")), row.get("tokens"))
     return "" if known is None else f"{known[0]:.3g} / {known[1]:.3g}"
@@ -202,9 +210,9 @@ def published_cell(row: Row) -> str:
 def summary(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Columns and cells of the one figure that counts, a line for each case, a column for each implementation.
 
-    Prefill: milliseconds, and multiples of the floor. Accuracy: RMSE ratio of output / final state.
+    Prefill and decode: milliseconds, and multiples of the floor. Accuracy: RMSE ratio of output / final state.
     """
-    prefill = operation(rows) == "prefill"
+    prefill = operation(rows) != "accuracy"
     keys = ("case", "gates") if prefill else ("setting", "layout")
     labels = list(dict.fromkeys(label(row) for row in rows))
     lines: dict[tuple[str, ...], dict[str, str]] = {}
@@ -212,8 +220,10 @@ def summary(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]
         line = lines.setdefault(tuple(str(row[k]) for k in keys), {"FlashKDA*": published_cell(row)})
         if prefill:
             ms, floor = time_of(row), row.get("floor_ms")
-            line["floor"] = _number(floor)
-            line[label(row)] = _number(ms) + (f" ({ms / floor:.1f} x)" if ms is not None and floor else "")
+            line["floor"] = _number(floor, digits_of(row))
+            line[label(row)] = _number(ms, digits_of(row)) + (
+                f" ({ms / floor:.1f} x)" if ms is not None and floor else ""
+            )
         else:
             line[label(row)] = f"{row['output']['ratio']:.3g} / {row['state']['ratio']:.3g}"
     columns = [*(["floor"] if prefill else []), *labels, "FlashKDA*"]

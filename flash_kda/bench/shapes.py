@@ -55,7 +55,13 @@ class Case:
 
     @property
     def floor_bytes(self) -> int:
-        """Bytes that any forward moves at least: bf16 q, k, v, g, o and beta once, fp32 states in and out once."""
+        """Bytes that are moved at least.
+
+        Forward: bf16 q, k, v, g, o and beta once, fp32 states in and out once. Decode: the states alone, which are what
+        bounds it, in once and out once for each token.
+        """
+        if self.op == "decode":
+            return 4 * self.heads * self.head_dim**2 * (len(self.lengths) + self.tokens)
         per_token_head = 2 * (5 * self.head_dim + 1)
         states = 2 * 4 * len(self.lengths) * self.head_dim**2
         return self.heads * (self.tokens * per_token_head + states)
@@ -93,9 +99,10 @@ def mixed6(heads: int) -> Case:
     return Case(f"mixed6-{sum(MIXED6)}-h{heads}", "prefill", MIXED6, heads, packed=True)
 
 
-def decode(batch: int, heads: int) -> Case:
-    """One token for each of ``batch`` sequences."""
-    return Case(f"b{batch}-h{heads}", "decode", (1,) * batch, heads)
+def decode(batch: int, heads: int, tokens: int = 1) -> Case:
+    """One token for each of ``batch`` rows, or a draft of several to verify, each with a slot for its state."""
+    drafted = f"-t{tokens}" if tokens > 1 else ""
+    return Case(f"b{batch}{drafted}-h{heads}", "decode", (tokens,) * batch, heads)
 
 
 MODEL_HEADS = sorted({heads for model in MODELS for heads in model.heads_per_gpu}, reverse=True)
@@ -108,10 +115,11 @@ CASES: tuple[Case, ...] = (
     uniform("prefill", 1, 512, 64),
     uniform("prefill", 32, 256, 32),
     uniform("prefill", 512, 16, 12),
-    *(decode(batch, heads) for batch, heads in ((1, 12), (32, 12), (128, 12), (256, 32))),
+    *(decode(batch, heads, tokens) for tokens in (1, 4) for heads in (12, 32) for batch in (1, 32, 128, 256)),
     *(uniform("train", 1, 8192, heads) for heads in (32, 64)),
 )
 # What `--quick` measures: one long sequence with many and with few heads, uneven and even packed batches.
+QUICK_DECODE = ("b1-h12", "b128-h12", "b256-h32", "b128-t4-h12")
 QUICK = ("1x8192-h64", "1x8192-h12", "mixed6-8192-h96", "8x1024-h64")
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flash_kda.api import kda
+from flash_kda.decode import kda_decode
 from flash_kda.nn.conv import ShortConvolution
 from flash_kda.nn.norm import GatedRMSNorm
 from flash_kda.types import LowerBoundGate, SoftplusGate
@@ -38,6 +39,13 @@ class LayerCache:
         return sum(x.numel() * x.element_size() for x in tensors if x is not None)
 
 
+def _decodes(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> bool:
+    """Whether a call is of one token for each row of a state, without gradients. What does not fit is for ``kda``."""
+    if torch.is_grad_enabled() or cu_seqlens is not None or state is None or q.shape[1] != 1:
+        return False
+    return state.shape == (q.shape[0], *v.shape[2:], k.shape[3])
+
+
 class DeltaRule(nn.Module):
     """:func:`flash_kda.kda` as a module without parameters, so that a forward hook sees q, k, v, g and beta.
 
@@ -62,7 +70,16 @@ class DeltaRule(nn.Module):
         output_final_state: bool = False,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Output ``[B, T, HV, V]`` and final state ``[N, HV, V, K]`` or None; shapes as for :func:`flash_kda.kda`."""
+        """Output ``[B, T, HV, V]`` and final state ``[N, HV, V, K]`` or None; shapes as for :func:`flash_kda.kda`.
+
+        Single tokens that go on from a state, without gradients, take :func:`flash_kda.kda_decode`.
+        """
+        if _decodes(q, k, v, initial_state, cu_seqlens) and output_final_state and initial_state is not None:
+            # Decoding works in place, and the state before must outlive the call.
+            state = initial_state.clone(memory_format=torch.contiguous_format)
+            neg = self.allow_neg_eigval
+            o = kda_decode(q, k, v, g, beta, gate=gate, pool=state, allow_neg_eigval=neg, backend=self.backend)
+            return o, state
         return kda(
             q,
             k,

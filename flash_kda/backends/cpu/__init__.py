@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 
 from flash_kda.backends.cpu.autograd import run_with_grad
-from flash_kda.backends.cpu.kernel import forward, states_out
+from flash_kda.backends.cpu.kernel import compute_dtype, forward, states_out
 from flash_kda.backends.reference import deliver
-from flash_kda.types import Inputs, Problem
+from flash_kda.backends.stepwise import decode_stepwise, no_gradient
+from flash_kda.types import DecodeInputs, Decoder, Inputs, Problem
 
 
 def supports(problem: Problem) -> str | None:
-    """Everything that lies on the CPU."""
-    return None if problem.device == "cpu" else f"runs on the CPU; the tensors are on {problem.device}"
+    """Everything that lies on the CPU, decoding without gradients."""
+    return no_gradient(problem) if problem.device == "cpu" else f"runs on the CPU; the tensors are on {problem.device}"
 
 
 def run(inputs: Inputs, out: Tensor | None = None, final_state: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -25,3 +26,13 @@ def run(inputs: Inputs, out: Tensor | None = None, final_state: Tensor | None = 
             o, states, _ = forward(inputs)
             S = states_out(states, inputs)
     return deliver(o, S if inputs.output_final_state else None, out, final_state)
+
+
+def run_decode(call: DecodeInputs) -> Tensor:
+    """Token by token; states have the dtype of computation inside and are rounded when they are stored."""
+    return decode_stepwise(call, run, compute_dtype(call.inputs))
+
+
+def decoder(call: DecodeInputs) -> Decoder | None:
+    """Nothing to spare: the values of every call are read and checked."""
+    return None

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from flash_kda.types import Inputs, Problem
+from flash_kda.types import DecodeInputs, Decoder, Inputs, Problem
 
 MAX_HEAD = 256
 MIN_CAPABILITY = (8, 0)
@@ -45,3 +45,17 @@ def _forward() -> Callable[[Inputs, Tensor | None, Tensor | None], tuple[Tensor,
     from flash_kda.backends.triton.forward import forward
 
     return forward
+
+
+def run_decode(call: DecodeInputs) -> Tensor:
+    """Output in v's dtype; one launch, float32 arithmetic."""
+    from flash_kda.backends.triton.decode_launch import run_decode
+
+    return run_decode(call)
+
+
+def decoder(call: DecodeInputs) -> Decoder:
+    """The launch with all but its tensors worked out."""
+    from flash_kda.backends.triton.decode_launch import decoder
+
+    return decoder(call)

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from flash_kda.types import Problem
+from flash_kda.types import Problem, StateLayout
 
 CHUNK = 32
 # Sequences whose first slots one vector load compares, when a chunk looks for its sequence.
@@ -112,3 +112,37 @@ def configure(problem: Problem, device: Device) -> Config:
         if chunks == 1 and split and BK <= 128 and device.capability // 10 in (9, 10)
         else None,
     )
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How decoding is launched: BK channels (a power of two) and BV value columns per program, and its warps."""
+
+    BK: int
+    BV: int
+    warps: int
+
+
+# Elements of the state that a program holds, two registers for each of a thread's 32: more would cost occupancy.
+DECODE_TILE = 2048
+# Programs per multiprocessor below which they are made smaller.
+DECODE_PROGRAMS = 4
+
+
+@lru_cache(maxsize=1024)
+def configure_decode(problem: Problem, device: Device, state_layout: StateLayout) -> DecodeConfig:
+    """The configuration of a decode problem with K and V of at most 256."""
+    BK = max(16, _power_of_two(problem.K))
+    element = problem.state_dtype.itemsize
+    if state_layout == "kv":
+        # What lies together is 32 bytes of columns, the least that memory moves.
+        return DecodeConfig(BK, max(1, 32 // element), warps=1)
+    BV = min(64, max(1, DECODE_TILE // BK), _power_of_two(problem.V))
+    # Each thread has 16 bytes of a row whatever BV is, so that the order of sums, and with it the bits of a row, do not
+    # depend on how many rows there are.
+    least = max(4, 32 * 16 // (element * BK))
+    states = max(1, problem.N or problem.B) * (problem.HV or problem.H)
+    enough = DECODE_PROGRAMS * device.multiprocessors
+    while states * math.ceil(problem.V / BV) < enough and least < BV:
+        BV //= 2
+    return DecodeConfig(BK, BV, warps=1)

@@ -1,0 +1,278 @@
+"""The decode benchmark: one token of many rows, or drafts to verify; agreement first, then time."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+import flash_kda
+from flash_kda.bench import harness, peers, shapes
+from flash_kda.bench.exact import exact, verify
+from flash_kda.bench.prefill import JUDGED_HEADS, SETS, SETS_BYTES, ratio
+from flash_kda.bench.report import Keep, Row
+from flash_kda.types import GateKind, LowerBoundGate, Problem
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeCall:
+    """Arguments of one decode call.
+
+    Attributes:
+        call: rows, gate and the states before them. pool: with these states in it; an implementation works on a copy.
+        indices: ``[N]``, or ``[N, T]`` with a slot per token; accepted: ``[N]`` then, otherwise None.
+    """
+
+    call: shapes.Call
+    pool: Tensor
+    indices: Tensor
+    accepted: Tensor | None
+
+    @property
+    def last(self) -> Tensor:
+        """``[N]``: the slots of the states after the last token."""
+        return (self.indices if self.accepted is None else self.indices[:, -1]).long()
+
+
+def make(case: shapes.Case, gates: shapes.Gates, device: torch.device | str, index: int = 0) -> DecodeCall:
+    """The inputs of a decode case: rows in random slots, drafts with random accepted counts. Slot 0 is nobody's."""
+    call = shapes.make(case, gates, device, index)
+    rng = torch.Generator(device).manual_seed(7000 + 1000 * case.seed + index)
+    N, T = case.batch
+    slots = 1 + torch.randperm(N * T, generator=rng, device=rng.device)
+    pool = torch.zeros(N * T + 1, *call.initial_state.shape[1:], device=rng.device)
+    table = slots.int().view(N, T)
+    if T == 1:
+        pool[table[:, 0].long()] = call.initial_state
+        return DecodeCall(call, pool, table[:, 0], None)
+    accepted = torch.randint(1, T + 1, (N,), generator=rng, device=rng.device, dtype=torch.int32)
+    pool[table.gather(1, accepted[:, None].long() - 1)[:, 0].long()] = call.initial_state
+    return DecodeCall(call, pool, table, accepted)
+
+
+class Implementation(Protocol):
+    """One way to decode; see ``peers.Implementation``. A run returns the output and the tensor of the states."""
+
+    @property
+    def impl(self) -> str: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def work(self) -> str: ...
+    @property
+    def note(self) -> str: ...
+
+    def available(self) -> str | None: ...
+
+    def prepare(self, call: DecodeCall) -> Callable[[], tuple[Tensor, Tensor]]: ...
+
+    def states(self, states: Tensor, call: DecodeCall) -> Tensor:
+        """The states ``[N, H, V, K]`` after the last tokens."""
+
+
+@dataclass(frozen=True)
+class Ours:
+    """:func:`flash_kda.kda_decode` on a backend."""
+
+    backend: str = "auto"
+    impl: str = "flash_kda"
+    work: str = peers.ALL_INSIDE
+    note: str = ""
+
+    def available(self) -> str | None:
+        return None
+
+    def prepare(self, call: DecodeCall) -> Callable[[], tuple[Tensor, Tensor]]:
+        x, pool = call.call, call.pool.clone()
+
+        def run() -> tuple[Tensor, Tensor]:
+            o = flash_kda.kda_decode(
+                *(x.q, x.k, x.v, x.g, x.beta),
+                gate=x.gate,
+                pool=pool,
+                indices=call.indices,
+                num_accepted=call.accepted,
+                backend=self.backend,
+            )
+            return o, pool
+
+        return run
+
+    def states(self, states: Tensor, call: DecodeCall) -> Tensor:
+        return states[call.last]
+
+
+@dataclass(frozen=True)
+class Fla:
+    """FLA's recurrent kernel: its public function for one token, the function below it for drafts."""
+
+    impl: str = "fla"
+    backend: str = "fused_recurrent_kda"
+    work: str = peers.ALL_INSIDE
+    note: str = (
+        "FLA's Triton kernel with [V, K] states; one token: its public function, which writes states to a new tensor; "
+        "drafts: fused_recurrent_kda_fwd, in place, with a slot per token"
+    )
+
+    def available(self) -> str | None:
+        return peers.Fla().available()
+
+    def prepare(self, call: DecodeCall) -> Callable[[], tuple[Tensor, Tensor]]:
+        module: Any = importlib.import_module("fla.ops.kda.fused_recurrent")
+        x, gate = call.call, call.call.gate
+        bias = getattr(gate, "dt_bias", None)
+        arguments: dict[str, Any] = {
+            "A_log": getattr(gate, "A_log", None),
+            "dt_bias": None if bias is None else bias.flatten(),
+            "lower_bound": gate.lower_bound if isinstance(gate, LowerBoundGate) else None,
+            "output_final_state": True,
+            "use_qk_l2norm_in_kernel": True,
+            "use_gate_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True,
+            "state_v_first": True,
+        }
+        rows = {name: getattr(x, name) for name in ("q", "k", "v", "g", "beta")}
+        if call.accepted is None:
+            arguments |= rows | {"initial_state": x.initial_state}
+            function = module.fused_recurrent_kda
+        else:
+            N, T = x.q.shape[:2]
+            arguments |= {name: tensor.flatten(0, 1)[None] for name, tensor in rows.items()}
+            arguments |= {
+                "initial_state": call.pool.clone(),
+                "inplace_final_state": True,
+                "cu_seqlens": shapes.boundaries((T,) * N, x.q.device).long(),
+                "ssm_state_indices": call.indices,
+                "num_accepted_tokens": call.accepted,
+            }
+            function = module.fused_recurrent_kda_fwd
+
+        def run() -> tuple[Tensor, Tensor]:
+            o, states = function(**arguments)
+            return o, states
+
+        return run
+
+    def states(self, states: Tensor, call: DecodeCall) -> Tensor:
+        return states if call.accepted is None else states[call.last]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure: names of cases, gates and our backends, whether FLA too, timed calls of each kind."""
+
+    cases: tuple[str, ...]
+    gates: tuple[shapes.Gates, ...] = ("strong",)
+    backends: tuple[str, ...] = ("auto",)
+    peers: bool = True
+    repeats: int = 50
+
+
+def measure_row(
+    implementation: Implementation,
+    calls: Sequence[DecodeCall],
+    right: tuple[Tensor, Tensor],
+    flush: Tensor,
+    repeats: int,
+) -> Row:
+    """Errors on the judged heads, then times, of one implementation.
+
+    Raises:
+        RuntimeError: a peer computed it with this library, or the other way round.
+    """
+    first = calls[0]
+    with flash_kda.record_backends() as ran:
+        o, states = implementation.prepare(first)()
+    if (implementation.impl == "flash_kda") != bool(ran):
+        raise RuntimeError(
+            f"{implementation.impl} was to run, but of flash_kda there ran: {', '.join(ran) or 'nothing'}"
+        )
+    o, states = o.view_as(first.call.v), implementation.states(states, first)
+    errors = ratio(o[:, :, :JUDGED_HEADS], right[0]), ratio(states[:, :JUDGED_HEADS], right[1])
+    del o, states
+    runs = [implementation.prepare(call) for call in calls]
+    # A replay is seen to have run by its output; the states in a pool are its input too, and stay as they are.
+    timing = harness.measure([lambda run=run: (run()[0],) * 2 for run in runs], flush, repeats)  # type: ignore[misc]
+    return {
+        "impl": implementation.impl,
+        "backend": ran[0] if ran else implementation.backend,
+        "work": implementation.work,
+        "note": implementation.note,
+        "ms": timing.graph_ms,
+        **{name: value for name, value in asdict(timing).items() if name != "graph_ms" and value is not None},
+        "output_error": errors[0],
+        "state_error": errors[1],
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def inputs(case: shapes.Case, gates: shapes.Gates) -> list[DecodeCall]:
+    """As many input sets as fit into the memory meant for them; implementations copy their pools once more."""
+    count = max(1, min(SETS, SETS_BYTES // case.floor_bytes))
+    return [make(case, gates, "cuda", index) for index in range(count)]
+
+
+def refuse_undecodable(options: Options, device: str) -> None:
+    """Refuse what this library cannot run.
+
+    Raises:
+        NotImplementedError: with every reason.
+    """
+    for backend in options.backends:
+        for gates in options.gates:
+            gate: GateKind = "softplus" if gates == "softplus" else "lower_bound"
+            found = flash_kda.explain(Problem(T=1, gate=gate, device=device, op="decode"), backend)
+            if found.backend is None:
+                raise NotImplementedError(str(found))
+
+
+@torch.no_grad()
+def run(options: Options, say: Callable[[str], None], keep: Keep) -> list[Row]:
+    """Rows of ``op`` "decode": everything that ``options`` names, on the current CUDA device.
+
+    Args:
+        say: told about progress and about what is left out, one line at a time. keep: given all rows so far.
+
+    Raises:
+        KeyError: there is no such case. NotImplementedError: this library cannot run one.
+    """
+    chosen = [shapes.cases("decode")[name] for name in options.cases]
+    refuse_undecodable(options, "cuda")
+    say(f"exact answers agree with the recurrence to {verify('cuda'):.1e}")
+    bandwidth = harness.copy_bandwidth()
+    say(f"a copy moves {bandwidth / 1e12:.2f} TB/s")
+    flush = harness.flush_buffer()
+    found: list[Implementation] = [Ours(backend) for backend in options.backends]
+    if options.peers:
+        if (why := Fla().available()) is None:
+            found.append(Fla())
+        else:
+            say(f"fla is left out: {why}")
+    rows: list[Row] = []
+    for case in chosen:
+        for gates in options.gates:
+            calls = inputs(case, gates)
+            right = exact(calls[0].call.first_heads(JUDGED_HEADS).inputs())
+            for implementation in found:
+                label = f"{case.name}, {gates}, {implementation.impl} {implementation.backend}"
+                try:
+                    row = measure_row(implementation, calls, right, flush, options.repeats)
+                except Exception as error:
+                    # A peer's failure is news, not the end; our own is a fault.
+                    if implementation.impl == "flash_kda":
+                        raise
+                    say(f"{label}: {type(error).__name__}: {error}")
+                    continue
+                floor = harness.floor_ms(case.floor_bytes, bandwidth)
+                rows.append({"op": "decode", "case": case.name, "gates": gates, **row, "floor_ms": floor})
+                ms = row["ms"] if row["ms"] is not None else row["eager_ms"]
+                say(f"{label}: {1e3 * ms:.1f} us, {ms / floor:.2f} x floor, {row['host_us']:.0f} us of host time")
+            del calls, right
+            torch.cuda.empty_cache()
+            keep(rows)
+    return rows

@@ -1,0 +1,440 @@
+"""The decode kernel: in the interpreter, compiled for four architectures, configured, launched; graphs on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import interpreted_decode
+import pytest
+import torch
+from cases import Call, Case, Target
+from compare import assert_same_bits
+from decoding import BASE, CASES, PACKED, ROWS, DecodeCase, check, parameters, run
+from test_triton import DEVICES, meta_inputs, source_of
+from torch import Tensor
+
+import flash_kda
+from flash_kda.backends.triton.config import DecodeConfig, Device, configure_decode
+from flash_kda.types import DecodeInputs, Problem, gate_parameters
+
+# The interpreter.
+
+
+@pytest.fixture(scope="module")
+def interpreted_results(request: pytest.FixtureRequest) -> dict[str, str | None]:
+    """What the selected cases of ``interpreted_decode`` gave, from one process with TRITON_INTERPRET=1."""
+    pytest.importorskip("triton")
+    selected = {
+        item.callspec.params["name"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == test_interpreter.__name__
+    }
+    names = [name for name in interpreted_decode.CASES if name in selected]
+    command = [sys.executable, interpreted_decode.__file__, *names]
+    package = str(Path(flash_kda.__file__).parents[1])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": package}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str | None] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", interpreted_decode.CASES)
+def test_interpreter(name: str, interpreted_results: dict[str, str | None]) -> None:
+    """The kernel's arithmetic and addresses against the definition in float64."""
+    error = interpreted_results[name]
+    assert error is None, error
+
+
+# Compilation for each architecture.
+
+
+@dataclass(frozen=True)
+class Build:
+    """The kernel of one problem on one architecture. ``index``: ``one`` slot a row, or ``each`` token its slot."""
+
+    capability: int
+    problem: Problem
+    layout: str = "vk"
+    index: str = "one"
+
+    @property
+    def config(self) -> DecodeConfig:
+        return configure_decode(self.problem, DEVICES[self.capability], self.layout)
+
+    def __str__(self) -> str:
+        p = self.problem
+        state = "bf16" if p.state_dtype == torch.bfloat16 else "fp32"
+        how = "packed" if p.packed else f"T{p.T}"
+        return (
+            f"sm_{self.capability}-{state}-{self.layout}-K{p.K}-V{p.V}-BV{self.config.BV}-{how}-{self.index}-{p.gate}"
+        )
+
+
+@dataclass(frozen=True)
+class Built:
+    """What became of a build.
+
+    Attributes:
+        stack: what a thread spills, in bytes. wide_loads, wide_stores: of 16 bytes by a thread.
+        arithmetic: how many multiply-adds, products, sums and differences.
+    """
+
+    error: str | None = None
+    registers: int = 0
+    stack: int = 0
+    shared: int = 0
+    wide_loads: int = 0
+    wide_stores: int = 0
+    arithmetic: tuple[int, ...] = ()
+
+
+def builds() -> list[Build]:
+    """Shipped configurations over states, layouts, sizes, kinds of calls and numbers of programs."""
+    found: dict[tuple[object, ...], Build] = {}
+
+    def add(build: Build) -> None:
+        p = build.problem
+        key = (build.capability, build.config, p.V, p.K, p.state_dtype, p.gate, p.packed, p.T == 1)
+        found.setdefault((*key, build.layout, build.index), build)
+
+    def problem(B: int, T: int, **changes: Any) -> Problem:
+        return Problem(B=B, T=T, H=12, state_dtype=torch.float32, op="decode", **changes)
+
+    for state, layout, B in itertools.product((torch.float32, torch.bfloat16), ("vk", "kv"), (1, 32, 128)):
+        add(Build(90, replace(problem(B, 1), state_dtype=state), layout))
+        add(Build(90, replace(problem(B, 4), state_dtype=state), layout, "each"))
+    for K, V in ((16, 16), (64, 64), (100, 60), (256, 256), (128, 256)):
+        add(Build(90, problem(128, 1, K=K, V=V)))
+        add(Build(90, problem(128, 4, K=K, V=V), index="each"))
+    for gate, T in (("softplus", 1), ("log", 4)):
+        add(Build(90, problem(128, T, gate=gate)))
+    add(Build(90, problem(128, 1, dtype=torch.float32)))
+    for capability in DEVICES:
+        for B in (1, 128):
+            add(Build(capability, problem(B, 1)))
+        add(Build(capability, problem(128, 4), index="each"))
+        add(Build(capability, replace(problem(1, 512, packed=True), N=128), index="each"))
+        add(Build(capability, problem(128, 1), layout="kv"))
+        add(Build(capability, problem(128, 4, K=256, V=256), index="each"))
+    return list(found.values())
+
+
+def meta_call(build: Build) -> DecodeInputs:
+    """The build's arguments as tensors without data."""
+    p = build.problem
+    inputs = meta_inputs(p).replace(initial_state=None, output_final_state=False, state_layout=build.layout)
+    N, HV = p.N or p.B, p.HV or p.H
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    shape = (p.V, p.K) if build.layout == "vk" else (p.K, p.V)
+    each = build.index == "each"
+    return DecodeInputs(
+        inputs=inputs,
+        pool=empty(4 * N + 1, HV, *shape, dtype=p.state_dtype),
+        indices=empty(N, 4) if each else empty(N),
+        num_accepted=empty(N) if each else None,
+        has_initial_state=empty(N, dtype=torch.bool) if p.packed else None,
+        pad_index=-1,
+        write_states=True,
+        out=None,
+    )
+
+
+def launched(call: DecodeInputs, config: DecodeConfig) -> tuple[Any, ...]:
+    """The arguments of ``run`` of a call."""
+    from flash_kda.backends.triton import decode_launch
+
+    out = torch.empty_like(call.inputs.v)
+    plan = decode_launch.plan(call, config, out)
+    with mock.patch.object(decode_launch, "run") as run:
+        decode_launch.launch(plan, decode_launch.tensors_of(call), *gate_parameters(call.inputs.gate), out)
+    arguments: tuple[Any, ...] = run.call_args.args
+    return arguments
+
+
+def compile_one(build: Build) -> Built:
+    """Compile in this process; errors are told, not raised."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    kernel, _, tensors, strides, numbers, constants, warps = launched(meta_call(build), build.config)
+    source = source_of(kernel, (*tensors, *strides, *numbers), constants)
+    try:
+        target = GPUTarget("cuda", build.capability, 32)
+        compiled = triton.compile(source, target=target, options={"num_warps": warps})
+    except Exception as error:
+        return Built(error=f"{type(error).__name__}: {error}")
+    with tempfile.TemporaryDirectory() as folder:
+        (cubin := Path(folder, "kernel.cubin")).write_bytes(compiled.asm["cubin"])
+        usage = subprocess.run(
+            [triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin], check=True, capture_output=True, text=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    registers, stack = map(int, found.groups())
+    ptx = compiled.asm["ptx"]
+    loads, stores = (len(re.findall(rf"{kind}\.global\.v4\.b32", ptx)) for kind in ("ld", "st"))
+    arithmetic = tuple(ptx.count(f"{kind}.f32") for kind in ("fma.rn", "mul", "add", "sub"))
+    return Built(None, registers, stack, compiled.metadata.shared, loads, stores, arithmetic)
+
+
+@pytest.fixture(scope="module")
+def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Build, Future[Built]]]:
+    """The selected builds, under way in two processes."""
+    pytest.importorskip("triton")
+    selected = [
+        item.callspec.params["build"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == test_compiles.__name__
+    ]
+    # Not a fork: torch's threads would not be in it.
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield {build: pool.submit(compile_one, build) for build in selected}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.offline
+@pytest.mark.parametrize("build", [pytest.param(build, id=str(build)) for build in builds()])
+def test_compiles(build: Build, compiled: dict[Build, Future[Built]]) -> None:
+    """Nothing spills, and states move in pieces of 16 bytes."""
+    built, c, p = compiled[build].result(), build.config, build.problem
+    assert built.error is None, built.error
+    assert built.stack == 0, f"{built.stack} bytes of spills with {built.registers} registers"
+    # One warp: enough programs share a multiprocessor to keep its loads under way.
+    assert built.registers <= (168 if p.K == c.BK else 255)
+    if p.K >= 64 and p.K == c.BK:
+        pieces = c.BV * c.BK * p.state_dtype.itemsize // (16 * 32)
+        assert built.wide_loads >= pieces
+        assert built.wide_stores == pieces
+    if build.layout == "vk" and (p.K, p.state_dtype) == (128, torch.float32):
+        # Sums over K and the vectors along it stay in the warp; only the output passes through shared memory.
+        assert built.shared <= 4 * c.BV
+
+
+@pytest.mark.offline
+def test_one_token_and_many_are_the_same_arithmetic() -> None:
+    """The compiler contracts the same products and sums, so that tokens at once have the bits of tokens one by one."""
+    pytest.importorskip("triton")
+    problem = Problem(B=128, T=1, H=12, op="decode")
+    one = compile_one(Build(90, problem))
+    assert one.error is None
+    assert min(one.arithmetic) > 0
+    for index in ("one", "each"):
+        assert compile_one(Build(90, replace(problem, T=4), index=index)).arithmetic == one.arithmetic
+
+
+# Configurations.
+
+
+def problems() -> Iterator[Problem]:
+    for state, K, V, (B, H) in itertools.product(
+        (torch.float32, torch.bfloat16),
+        (16, 20, 64, 100, 128, 200, 256),
+        (16, 40, 64, 128, 256),
+        ((1, 1), (1, 12), (32, 12), (256, 32)),
+    ):
+        yield Problem(B=B, T=1, H=H, K=K, V=V, state_dtype=state, op="decode")
+
+
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("device", [pytest.param(device, id=f"sm_{c}") for c, device in DEVICES.items()])
+def test_configurations_are_sound(device: Device, layout: str) -> None:
+    for problem in problems():
+        c = configure_decode(problem, device, layout)
+        assert c == configure_decode.__wrapped__(problem, device, layout)
+        assert problem.K <= c.BK < 2 * max(problem.K, 9)
+        assert c.BK & (c.BK - 1) == c.BV & (c.BV - 1) == 0
+        assert c.BK * c.BV <= 4096
+        # As many threads of the warp share a row, whatever the number of programs: the order of sums depends on it.
+        per_thread = 16 // problem.state_dtype.itemsize
+        if layout == "vk":
+            assert 32 * per_thread <= c.BK * c.BV
+        else:
+            assert c == configure_decode(replace(problem, B=999), device, layout)
+            assert c.BV * problem.state_dtype.itemsize == 32
+        assert c == configure_decode(replace(problem, H=1, HV=problem.H), device, layout), "HV counts, not H"
+
+
+def test_few_rows_use_every_multiprocessor() -> None:
+    H200 = DEVICES[90]
+    few, many = (Problem(B=B, T=1, H=12, op="decode") for B in (1, 128))
+    assert H200.multiprocessors <= 12 * 128 // configure_decode(few, H200, "vk").BV
+    assert configure_decode(many, H200, "vk").BV > configure_decode(few, H200, "vk").BV
+
+
+# Launches.
+
+
+@pytest.mark.parametrize("build", builds()[:2] + builds()[-2:], ids=str)
+def test_arguments_fit_the_signature(build: Build) -> None:
+    pytest.importorskip("triton")
+    kernel, programs, tensors, strides, numbers, constants, _ = launched(meta_call(build), build.config)
+    names = kernel.arg_names
+    assert all(name.startswith("p_") for name in names[: len(tensors)])
+    assert sorted(names[len(tensors) + len(strides) + len(numbers) :]) == sorted(constants)
+    free = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
+    assert set(names[len(tensors) + len(strides) :]) - set(constants) == free
+    p = build.problem
+    assert programs == (p.N or p.B) * p.H * -(-p.V // build.config.BV)
+
+
+def test_batch_strides_of_one_row_do_not_matter() -> None:
+    """Packed calls of any number of tokens are one signature, and so are a row alone and a row cut out of many."""
+    build = next(build for build in builds() if build.problem.packed)
+    longer = replace(build, problem=replace(build.problem, T=600))
+    (*_, a, _, _, _), (*_, b, _, _, _) = (launched(meta_call(x), build.config) for x in (build, longer))
+    assert a == b
+
+
+# On a GPU.
+
+gpu = pytest.mark.gpu
+TRITON = Target("triton", "cuda", partial=True)
+
+
+def fill(buffers: Call, call: Call) -> None:
+    for name, x in call.items():
+        if isinstance(x, Tensor):
+            buffers[name].copy_(x)
+
+
+@gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        DecodeCase(BASE.but(K=128, V=128, dtype="bfloat16"), known=True),
+        DecodeCase(BASE.but(T=4, K=128, V=128), index="each", accepted=True, extra=1),
+        DecodeCase(PACKED.but(lengths=(1, 4, 0, 2, 3, 1), tail=2, K=64, V=64), index="each", accepted=True, known=True),
+        DecodeCase(PACKED.but(lengths=(1, 1, 1, 0, 0, 0), tail=5), pad=0),
+        DecodeCase(BASE.but(T=2, layout="kv", state_dtype="bfloat16"), index="own"),
+    ],
+    ids=str,
+)
+def test_replay_is_eager(case: DecodeCase) -> None:
+    """A captured call, replayed with other rows, states, indices, lengths and counts, gives the bits of a plain one."""
+    buffers = case.build("cuda")
+    out = torch.empty_like(buffers["v"])
+    run(TRITON, buffers, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        flash_kda.kda_decode(**buffers, out=out, backend="triton")
+    for seed in range(1, 6):
+        lengths = case.rows.lengths
+        turned = lengths and lengths[seed % len(lengths) :] + lengths[: seed % len(lengths)]
+        call = replace(case, seed=seed, rows=case.rows.but(seed=seed, lengths=turned)).build("cuda")
+        # The gate's parameters belong to the model: they stay.
+        call["gate"] = buffers["gate"]
+        fill(buffers, call)
+        out.fill_(torch.nan)
+        graph.replay()
+        o = run(TRITON, call)
+        assert_same_bits(out, o, f"o of replay {seed}")
+        assert_same_bits(buffers["pool"], call["pool"], f"pool of replay {seed}")
+
+
+@gpu
+@pytest.mark.parametrize("case", parameters(CASES[::2]))
+@torch.no_grad()
+def test_a_known_form_gives_the_bits_of_a_checked_call(case: DecodeCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_kda import decode
+
+    first, second, other = (replace(case, seed=seed).build("cuda") for seed in (0, 0, 1))
+    monkeypatch.setattr(decode, "_known", {})
+    o = run(TRITON, first)
+    assert len(decode._known) == 1
+    run(TRITON, other)
+    assert_same_bits(run(TRITON, second), o, "o")
+    assert len(decode._known) == 1
+    assert_same_bits(second["pool"], first["pool"], "pool")
+
+
+@gpu
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("index", ["own", "one", "each"])
+def test_no_wait_no_allocation_no_compilation(index: str, grad: bool) -> None:
+    """After the first call: other numbers of rows, other values, other pad indices; checked or known."""
+    from flash_kda.backends.triton import decode as kernels
+
+    def kernels_compiled() -> int:
+        return sum(len(caches[0]) for caches in kernels.decode.device_caches.values())
+
+    calls = [
+        DecodeCase(Case(B=B, T=3, H=4, HV=8, K=128, V=128, seed=B), index=index, pad=pad, known=True).build("cuda")
+        for B, pad in ((200, -1), (300, -1), (300, 0), (200, 0))
+    ]
+    outs = [torch.empty_like(call["v"]) for call in calls]
+    with torch.set_grad_enabled(grad):
+        run(TRITON, calls[0], out=outs[0])
+        torch.cuda.synchronize()
+        compiled, allocated = kernels_compiled(), torch.cuda.memory_stats()["allocation.all.allocated"]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for call, out in zip(calls * 2, outs * 2, strict=True):
+                flash_kda.kda_decode(**call, out=out, backend="triton")
+            assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+            o = flash_kda.kda_decode(**calls[0], backend="triton")
+            assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated + 1
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert o.shape == calls[0]["v"].shape
+    assert kernels_compiled() == compiled
+
+
+@gpu
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_pools_of_more_than_two_to_the_31_elements(state_dtype: str) -> None:
+    case = DecodeCase(Case(B=2, T=2, H=2, K=128, V=128, state_dtype=state_dtype), padding=False)
+    call, small = case.build("cuda"), case.build("cuda")
+    dtype = small["pool"].dtype
+    slots = 2**31 // (2 * 128 * 128) + 9
+    if torch.cuda.mem_get_info()[0] < 3 * slots * 2 * 128 * 128 * dtype.itemsize // 2:
+        pytest.skip("the GPU has not enough memory")
+    call["pool"] = torch.zeros(slots, 2, 128, 128, dtype=dtype, device="cuda")
+    call["indices"] = torch.tensor([slots - 1, 5], dtype=torch.int32, device="cuda")
+    call["pool"][call["indices"].long()] = small["pool"][small["indices"].long()]
+    o, want = run(TRITON, call), run(TRITON, small)
+    assert_same_bits(o, want, "o")
+    assert_same_bits(call["pool"][call["indices"].long()], small["pool"][small["indices"].long()], "states")
+    call["pool"][call["indices"].long()] = 0
+    # In parts: a count of the whole takes as much memory again.
+    assert not any(bool(part.any()) for part in call["pool"].split(1024))
+
+
+@gpu
+def test_more_rows_and_heads_than_a_grid_dimension_holds() -> None:
+    case = DecodeCase(Case(B=2050, T=1, H=64, K=16, V=16, dtype="bfloat16"), padding=False)
+    call, single = case.build("cuda"), case.build("cuda")
+    o = run(TRITON, call)
+    for n in (0, 1023, 2049):
+        row = {name: single[name][n : n + 1] for name in (*ROWS, "indices")}
+        assert_same_bits(run(TRITON, single | row), o[n : n + 1], f"row {n}")
+        slot = int(single["indices"][n])
+        assert_same_bits(single["pool"][slot], call["pool"][slot], f"state {n}")
+
+
+@gpu
+@pytest.mark.parametrize("B", [1, 20, 128])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+def test_model_shapes(layout: str, state_dtype: str, B: int) -> None:
+    """K = V = 128 with every size of a program that serving meets, against the definition."""
+    for T, index in ((1, "one"), (4, "each")):
+        rows = Case(B=B, T=T, H=2, K=128, V=128, dtype="bfloat16", layout=layout, state_dtype=state_dtype)
+        check(TRITON, DecodeCase(rows, index=index, accepted=index == "each"))
