@@ -38,6 +38,7 @@ class Backend(Protocol):
 
 # In the order of preference. The reference is exact and slow: it runs only when asked for by name.
 _MODULES = {
+    "hopper": "flash_kda.backends.hopper",
     "triton": "flash_kda.backends.triton",
     "cpu": "flash_kda.backends.cpu",
     "reference": "flash_kda.backends.reference",

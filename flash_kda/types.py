@@ -81,6 +81,9 @@ class Problem:
         packed: whether ``cu_seqlens`` is given.
         grad: whether a gradient is wanted.
         device: torch device type, such as ``"cpu"`` or ``"cuda"``.
+        qk_l2norm, beta_is_logit: as for :func:`flash_kda.kda`.
+        copyable: whether hardware can copy blocks of q, k, v and g: one dtype, heads side by side, tokens evenly spaced
+            by multiples of 16 bytes.
         op: ``"forward"`` for :func:`flash_kda.kda`, ``"decode"`` for :func:`flash_kda.kda_decode`.
     """
 
@@ -97,6 +100,9 @@ class Problem:
     packed: bool = False
     grad: bool = False
     device: str = "cuda"
+    qk_l2norm: bool = True
+    beta_is_logit: bool = True
+    copyable: bool = True
     op: Op = "forward"
 
     @staticmethod
@@ -195,6 +201,27 @@ class Signature:
             gate=cast(type[Gate], self.gate).kind,
             packed=cu is not None,
             device=q.device.type,
+            qk_l2norm=self.qk_l2norm,
+            beta_is_logit=self.beta_is_logit,
+            copyable=self._copyable,
+        )
+
+    @property
+    def _copyable(self) -> bool:
+        def is_even(name: str, size: int) -> bool:
+            x = cast(Layout, self.layouts[name])
+            (B, T, heads, *_), (b, t, h, *last) = x.shape, x.strides
+            is_one_row_per_token = (B == 1 or b == T * t) and (heads == 1 or h == size)
+            return is_one_row_per_token and all(step == 1 for step in last)
+
+        q, v = cast(Layout, self.layouts["q"]), cast(Layout, self.layouts["v"])
+        rows = [cast(Layout, self.layouts[name]) for name in ("q", "k", "v", "g")]
+        sizes = {"q": q.shape[3], "k": q.shape[3], "g": q.shape[3], "v": v.shape[3]}
+        beta = cast(Layout, self.layouts["beta"])
+        return (
+            all(is_even(name, size) for name, size in sizes.items())
+            and (beta.shape[0] == 1 or beta.strides[0] == beta.shape[1] * beta.strides[1])
+            and all(x.dtype == q.dtype and x.strides[1] * x.dtype.itemsize % 16 == 0 < x.strides[1] for x in rows)
         )
 
     @cached_property

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from flash_kda.backends.hopper.common import fence_gpu, launch_dependents, pair, wait_for_copies
+from flash_kda.backends.hopper.common import pair
 from flash_kda.backends.triton.common import EASY, L2NORM_EPS, activated_beta, exp2, first_slot, log2_decay, reciprocal
 
 # Tokens of a chunk and of the blocks that it is inverted by; channels at a time.
@@ -236,18 +236,9 @@ def _locate(chunk, n, p_cu, T, N, HV, CHUNKS_END, PACKED: gl.constexpr):
     return n, is_used & (last >= 0), row.to(gl.int32), gl.minimum(last, C - 1).to(gl.int32)
 
 
-@gluon.jit
-def _signal(p_ready, chunk):
-    """Say that all of a chunk is in memory, if it is one: wait until every copy so far has arrived there."""
-    wait_for_copies()
-    gl.thread_barrier()
-    if chunk >= 0:
-        gl.atomic_xchg(p_ready + chunk, 1, sem="release")
-
-
 @gluon.jit(do_not_specialize=["T", "N", "HV", "GROUP", "lower_bound", "scale", "CHUNKS_END"])
 def prepare_warp(
-    d_q, d_k, d_g, d_tiles, d_squares, p_beta, p_A_log, p_dt_bias, p_cu, p_decay, p_hard, p_ready, p_o,
+    d_q, d_k, d_g, d_tiles, d_squares, p_beta, p_A_log, p_dt_bias, p_cu, p_decay, p_hard, p_o,
     beta_t, beta_h, o_t, o_h,
     T, N, HV, GROUP, scale, lower_bound, CHUNKS_END,
     K: gl.constexpr, V: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
@@ -260,7 +251,6 @@ def prepare_warp(
         d_tiles: descriptor of ``[slots * HV * 3 * C, K]`` with blocks ``[C, BC]``; d_squares: of
             ``[slots * HV * 2 * C, 2 * C]`` with blocks ``[HALF, 2 * C]``.
         p_beta, p_o: ``[B * T, HV]`` and ``[B * T, HV, V]`` by their strides.
-        p_ready: ``[slots, HV]`` int32, set to 1 when all of a chunk is in memory.
         CHUNKS_END: number of chunks, slots x HV.
         The others: see ``flash_kda.backends.triton.prepare.prepare``.
     """
@@ -280,24 +270,15 @@ def prepare_warp(
     o_lane = gl.arange(0, C, LANE)
     o_i = gl.expand_dims(gl.arange(0, HALF, ROW), 1)
     o_j = gl.expand_dims(gl.arange(0, HALF, COLUMN), 0)
-    m_tile = gl.arange(0, C, gl.SliceLayout(1, LEFT))
     o_gate = gl.arange(0, BC, gl.SliceLayout(0, RIGHT))
     o_token = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, RIGHT)), 1)
 
     chunk = gl.program_id(0)
-    # The walk starts when every program has come this far; from then on a chunk's flag tells it what is ready.
-    for first in range(chunk, CHUNKS_END, 32 * gl.num_programs(0)):
-        o_flag = first + o_lane * gl.num_programs(0)
-        gl.store(p_ready + o_flag, gl.zeros([C], gl.int32, LANE), mask=o_flag < CHUNKS_END)
-    fence_gpu()
-    gl.thread_barrier()
-    launch_dependents()
     n = 0
     if PACKED:
         n = _sequence_of_slot(p_cu, chunk // HV, N)
     n, is_used, row, last = _locate(chunk, n, p_cu, T, N, HV, CHUNKS_END, PACKED)
     phase = 0
-    finished = -1
     if is_used:
         i_h = chunk % HV
         for s in gl.static_range(BLOCKS):
@@ -320,20 +301,19 @@ def prepare_warp(
                 mbarrier.wait(bar.index(s), phase)
                 if last < C - 1:
                     # The rows past the end are another sequence's.
-                    _clear_rows(s_k.index(s), last)
                     _clear_rows(s_q.index(s), last)
+                    _clear_rows(s_k.index(s), last)
+                    _clear_rows(s_g.index(s), last)
             phase ^= 1
             rk1, rk2 = _square_norms(s_k, BLOCKS)
             rq1, rq2 = _square_norms(s_q, BLOCKS)
             s_rk.slice(0, HALF).store(rk1)
             s_rk.slice(HALF, HALF).store(rk2)
-            s_rq.slice(0, HALF).store(rq1 * scale)
-            s_rq.slice(HALF, HALF).store(rq2 * scale)
+            s_rq.slice(0, HALF).store(rq1)
+            s_rq.slice(HALF, HALF).store(rq2)
             s_beta.store(gl.where(o_lane <= last, activated_beta(beta.to(gl.float32), True, NEG_EIGVAL), 0.0))
             rk = gl.expand_dims(s_rk.load(gl.SliceLayout(1, LEFT)), 1)
             rq = gl.expand_dims(s_rq.load(gl.SliceLayout(1, LEFT)), 1)
-            _signal(p_ready, finished)
-            finished = chunk
             hard = i_h * 0
             kk11 = gl.zeros([HALF, HALF], gl.float32, SQUARE)
             kk21 = kk11
@@ -361,7 +341,7 @@ def prepare_warp(
                 k_column = k * reciprocal(e)
                 q_row = _float(x_q.load(LEFT)) * rq * e
                 x_k.store(_scaled(k_row, -exp2(early)))
-                x_q.store(_scaled(q_row, exp2(early)))
+                x_q.store(_scaled(q_row, exp2(early) * scale))
                 x_g.store(_scaled(k_column, exp2(late)))
                 k1, k2 = _halves(k_row.to(gl.bfloat16))
                 q1, q2 = _halves(q_row.to(gl.bfloat16))
@@ -410,14 +390,14 @@ def prepare_warp(
             T11_right = _to_right(T11, s_x)
             M_T11 = _product(_to_left(gl.where(o_i >= o_j, qk11, 0.0)), T11_right)
             D22 = _unit_inverse(gl.where(o_i > o_j, kk22 * b_i2, 0.0), s_x)
-            _store_rows(d_squares, to + C, M_T11, gl.zeros_like(T11), s_rows)
+            _store_rows(d_squares, to + C, M_T11 * scale, gl.zeros_like(T11), s_rows)
             T21 = _product(_to_left(_product(_to_left(D22), _to_right(kk21 * b_i2, s_x))), _to_right(D11, s_x)) * -b_j1
             T22 = D22 * b_j2
             _store_rows(d_squares, to + HALF, T21, T22, s_rows)
             M22 = _to_left(gl.where(o_i >= o_j, qk22, 0.0))
             M_T21 = mma_v2(_to_left(qk21), T11_right, _product(M22, _to_right(T21, s_x)))
             M_T22 = _product(M22, _to_right(T22, s_x))
-            _store_rows(d_squares, to + C + HALF, M_T21, M_T22, s_rows)
+            _store_rows(d_squares, to + C + HALF, M_T21 * scale, M_T22 * scale, s_rows)
         else:
             if CHUNKS == EASY:
                 gl.store(p_hard + chunk64, 0)
@@ -430,4 +410,4 @@ def prepare_warp(
         is_used = next_is_used
         row = next_row
         last = next_last
-    _signal(p_ready, finished)
+    tma.store_wait(0)

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flash_kda.backends.hopper.common import fence_copies, fence_gpu, load_relaxed, pair, sleep, wait_for_prerequisites
+from flash_kda.backends.hopper.common import pair
 from flash_kda.backends.triton.common import L2NORM_EPS, activated_beta, exp2, first_slot, log2_decay
 
 C, BV = gl.constexpr(32), gl.constexpr(64)
@@ -24,28 +24,15 @@ C, BV = gl.constexpr(32), gl.constexpr(64)
 
 @gluon.jit
 def _load_chunks(
-    d_kq, d_end, d_square, d_decay, d_v, p_ready, slot, row, length, HV, i_h, column,
+    d_kq, d_end, d_square, d_decay, d_v, slot, row, length, HV, i_h, column,
     s_kq, s_end, s_square, s_decay, s_v, bar_ready, bar_free,
-    WAIT: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
+    STAGES: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Copy every chunk of a sequence as soon as it has been prepared and its stage is free."""
+    """Copy every chunk of a sequence as soon as its stage is free."""
     stage = 0
     phase = 0
     chunk = slot * HV + i_h
-    o_ahead = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    prepared = 0
     for first in range(0, length, C):
-        if WAIT:
-            if first >= prepared:
-                # One look tells of 32 chunks.
-                p_ahead = p_ready + chunk + gl.minimum(o_ahead, (length - first - 1) // C) * HV
-                ready = gl.min(gl.where(load_relaxed(p_ahead) == 1, 32, o_ahead), 0)
-                while ready == 0:
-                    sleep()
-                    ready = gl.min(gl.where(load_relaxed(p_ahead) == 1, 32, o_ahead), 0)
-                fence_gpu()
-                fence_copies()
-                prepared = first + ready * C
         mbarrier.wait(bar_free.index(stage), phase ^ 1)
         bar = bar_ready.index(stage)
         mbarrier.expect(
@@ -193,14 +180,13 @@ def _walk(
 
 @gluon.jit(do_not_specialize=["T", "N", "HV", "GROUP", "scale", "lower_bound"])
 def walk(
-    d_kq, d_end, d_square, d_decay, d_v, p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_ready, p_S0, p_S, p_o,
+    d_kq, d_end, d_square, d_decay, d_v, p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_S0, p_S, p_o,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
     S0_n, S0_h, S0_v, S0_k, S_n, S_h, S_v, S_k, o_b, o_t, o_h,
     T, N, HV, GROUP, scale, lower_bound,
     K: gl.constexpr, V: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
     NEG_EIGVAL: gl.constexpr, PACKED: gl.constexpr,
-    HAS_S0: gl.constexpr, STORE_S: gl.constexpr, WAIT: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
-    num_warps: gl.constexpr,
+    HAS_S0: gl.constexpr, STORE_S: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """One (sequence, value head, PARTS x 64 columns of V)."""
     pid = gl.program_id(0)
@@ -223,7 +209,7 @@ def walk(
     s_square = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * C, 2 * C], d_square.layout)
     s_decay = gl.allocate_shared_memory(gl.float32, [STAGES, 1, K], d_decay.layout)
     s_v = gl.allocate_shared_memory(gl.bfloat16, [STAGES * PARTS, C, BV], d_v.layout)
-    s_o = gl.allocate_shared_memory(gl.bfloat16, [PARTS, C, BV], gl.NVMMASharedLayout.get_default_for([C, BV], gl.bfloat16))
+    s_o = gl.allocate_shared_memory(gl.bfloat16, [PARTS, C, BV], d_v.layout)
     bar_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     bar_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -248,8 +234,8 @@ def walk(
                 K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, HAS_S0, STORE_S, STAGES, PARTS,
             )),
             (_load_chunks, (
-                d_kq, d_end, d_square, d_decay, d_v, p_ready, slot, row, length, HV, i_h, i_h * V + column,
-                s_kq, s_end, s_square, s_decay, s_v, bar_ready, bar_free, WAIT, STAGES, PARTS,
+                d_kq, d_end, d_square, d_decay, d_v, slot, row, length, HV, i_h, i_h * V + column,
+                s_kq, s_end, s_square, s_decay, s_v, bar_ready, bar_free, STAGES, PARTS,
             )),
         ], [1], [24])  # fmt: skip
     else:
@@ -267,9 +253,7 @@ def walk(
                 K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, HAS_S0, STORE_S, STAGES, PARTS,
             )),
             (_load_chunks, (
-                d_kq, d_end, d_square, d_decay, d_v, p_ready, slot, row, length, HV, i_h, i_h * V + column,
-                s_kq, s_end, s_square, s_decay, s_v, bar_ready, bar_free, WAIT, STAGES, PARTS,
+                d_kq, d_end, d_square, d_decay, d_v, slot, row, length, HV, i_h, i_h * V + column,
+                s_kq, s_end, s_square, s_decay, s_v, bar_ready, bar_free, STAGES, PARTS,
             )),
         ], [4, 1], [240, 24])  # fmt: skip
-    # The kernel after this one may count on the one before it, too.
-    wait_for_prerequisites()

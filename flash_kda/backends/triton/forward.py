@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -146,7 +147,11 @@ def plan(call: Signature, out: Written, final: Written | None) -> Plan:
     return Plan(call.device, TENSORS, *describe(call, config, out, final))
 
 
-def launch(inputs: Inputs, out: Tensor, final: Tensor | None) -> None:
+# A signature, and what the results are written to, to the plan of such calls.
+Planner: TypeAlias = Callable[[Signature, Written, Written | None], Plan]
+
+
+def launch(inputs: Inputs, out: Tensor, final: Tensor | None, planner: Planner) -> None:
     """Write the output and, if given, the final state. T and N are at least 1."""
     A_log, dt_bias = gate_parameters(inputs.gate)
     cu = inputs.cu_seqlens
@@ -158,10 +163,12 @@ def launch(inputs: Inputs, out: Tensor, final: Tensor | None) -> None:
         *(inputs.initial_state, final, out),
     )
     of_final = None if final is None else (final.dtype, final.stride())
-    plan(inputs.signature, (out.dtype, out.stride()), of_final)(tensors)
+    planner(inputs.signature, (out.dtype, out.stride()), of_final)(tensors)
 
 
-def forward(inputs: Inputs, out: Tensor | None, final: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def forward(
+    inputs: Inputs, out: Tensor | None, final: Tensor | None, planner: Planner = plan
+) -> tuple[Tensor, Tensor | None]:
     """Output ``[B, T, HV, V]`` in v's dtype and final state (None unless asked for), into the tensors given."""
     signature, S0 = inputs.signature, inputs.initial_state
     problem, device = signature.problem, signature.device
@@ -177,8 +184,8 @@ def forward(inputs: Inputs, out: Tensor | None, final: Tensor | None) -> tuple[T
         if final is not None:
             final.zero_() if S0 is None else final.copy_(S0)
     elif device.index == torch.cuda.current_device():
-        launch(inputs, out, final)
+        launch(inputs, out, final, planner)
     else:
         with torch.cuda.device(device):
-            launch(inputs, out, final)
+            launch(inputs, out, final, planner)
     return out, final

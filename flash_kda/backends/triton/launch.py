@@ -7,9 +7,10 @@ them and every argument but the pointers: a later call collects its pointers and
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,48 +25,115 @@ Scratch: TypeAlias = Mapping[str, tuple[int, torch.dtype]]
 ALIGNMENT = 128
 
 
+@dataclass(frozen=True)
+class Matrix:
+    """A tensor as a matrix whose blocks the hardware copies.
+
+    Attributes:
+        tensor: its name. rows, columns: of the matrix; columns lie side by side.
+        stride: between rows, in elements. block: rows and columns of one copy.
+    """
+
+    tensor: str
+    rows: int
+    columns: int
+    stride: int
+    block: tuple[int, int]
+
+
 @dataclass(frozen=True, eq=False)
 class Launch:
     """One launch, but for its tensors.
 
     Attributes:
-        kernel: a jitted function whose parameters are tensors, called ``p_`` and a name, and then values.
+        kernel: a jitted function whose parameters are matrices, called ``d_`` and a name, then tensors, called ``p_``
+            and a name, and then values.
         programs: of a grid of one dimension.
         values: at least those that the kernel takes, by name.
         options: Triton's own, such as ``num_warps``.
+        matrices: those that the kernel takes, by name; the kernel is one of Gluon's.
     """
 
     kernel: Any
     programs: int
     values: Mapping[str, Any]
     options: Mapping[str, Any]
+    matrices: Mapping[str, Matrix] = field(default_factory=dict)
 
     @property
     def tensors(self) -> list[str]:
         """Names of the tensors, without ``p_``, in the order of the kernel's parameters."""
-        return _names(self.kernel)[0]
+        return _names(self.kernel)[1]
 
     @property
     def arguments(self) -> list[Any]:
         """What follows the tensors."""
-        return [self.values[name] for name in _names(self.kernel)[1]]
+        return [self.values[name] for name in _names(self.kernel)[2]]
+
+    @property
+    def operands(self) -> list[Matrix]:
+        """The matrices in the order of the kernel's parameters."""
+        return [self.matrices[name] for name in _names(self.kernel)[0]]
 
 
 @cache
-def _names(kernel: Any) -> tuple[list[str], list[str]]:
-    """Names of a kernel's tensors, without ``p_``, and of its other parameters."""
+def _names(kernel: Any) -> tuple[list[str], list[str], list[str]]:
+    """Names of a kernel's matrices and tensors, without ``d_`` and ``p_``, and of its other parameters."""
     names = kernel.arg_names
-    return [name[2:] for name in names if name.startswith("p_")], [name for name in names if not name.startswith("p_")]
+    matrices = [name for name in names if name.startswith("d_")]
+    tensors = [name for name in names if name.startswith("p_")]
+    return [x[2:] for x in matrices], [x[2:] for x in tensors], names[len(matrices) + len(tensors) :]
+
+
+def _descriptor(matrix: Matrix, tensor: Tensor | None) -> Any:
+    """Gluon's descriptor of a matrix."""
+    if tensor is None:
+        raise ValueError(f"{matrix.tensor}: got no tensor, expected one with {matrix.rows} rows")
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    dtypes = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+    layout = gl.NVMMASharedLayout.get_default_for(list(matrix.block), dtypes[tensor.dtype])
+    shape, strides = [matrix.rows, matrix.columns], [matrix.stride, 1]
+    return TensorDescriptor(tensor, shape, strides, list(matrix.block), layout)
 
 
 class _Step(NamedTuple):
-    """A launch for any addresses: ``run(programs, 1, 1, stream, *fixed, *pick(pointers), *arguments)``."""
+    """A launch for any addresses: ``run(programs, 1, 1, stream, *fixed, *matrices, *pick(pointers), *arguments)``.
+
+    ``matrices`` are positions of pointers, and what makes arguments of these.
+    """
 
     run: Callable[..., object]
     programs: int
     fixed: tuple[Any, ...]
+    matrices: list[tuple[int, Callable[[int], Sequence[Any]]]]
     pick: Callable[[Sequence[int]], tuple[int, ...]]
     arguments: list[Any]
+
+
+# Descriptors remembered per matrix: memory of the same few addresses comes back from torch's allocator.
+_MOST_DESCRIPTORS = 64
+
+
+def _encoder(matrix: Matrix, metadata: Mapping[str, Any]) -> Callable[[int], Sequence[Any]]:
+    """What the launcher of Triton 3.6 takes of a matrix, as a function of its address."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    shape, strides = [matrix.rows, matrix.columns], [matrix.stride, 1]
+    kind = (metadata["swizzle"], metadata["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[metadata["elem_type"]])
+    fill = driver.active.utils.fill_tma_descriptor
+
+    @lru_cache(maxsize=_MOST_DESCRIPTORS)
+    def encode(pointer: int) -> Sequence[Any]:
+        return (fill(pointer, *kind, metadata["block_size"], shape, strides, 0), *shape, *strides)
+
+    return encode
+
+
+def _is_known() -> bool:
+    """Whether this is the Triton whose launcher is known from inside."""
+    return str(triton.__version__).startswith("3.6.")
 
 
 def _runner(compiled: Any) -> tuple[Callable[..., object], tuple[Any, ...]] | None:
@@ -75,10 +143,14 @@ def _runner(compiled: Any) -> tuple[Callable[..., object], tuple[Any, ...]] | No
     except AttributeError:
         return None
     no_hooks = (None, None, None)
-    if triton.__version__.startswith("3.6.") and not run.global_scratch_size and not run.profile_scratch_size:
+    if _is_known() and not run.global_scratch_size and not run.profile_scratch_size:
         # All that is left of the launcher's Python part for a kernel that asks for no memory of Triton's own.
         settings = (run.launch_cooperative_grid, run.launch_pdl)
-        return run.launch, (function, *settings, None, None, metadata, *no_hooks)
+        launch = run.launch
+        if getattr(compiled.metadata, "tensordesc_meta", None):
+            # Its wrapper would make every descriptor anew.
+            launch = inspect.getclosurevars(launch).nonlocals["launcher"]
+        return launch, (function, *settings, None, None, metadata, *no_hooks)
     return run, (function, metadata, *no_hooks)
 
 
@@ -128,8 +200,9 @@ class Plan:
             self._launch_by_triton(tensors, memory, aligned)
             return
         stream = driver.active.get_current_stream(self.index)
-        for run, programs, fixed, pick, arguments in steps:
-            run(programs, 1, 1, stream, *fixed, *pick(pointers), *arguments)
+        for run, programs, fixed, matrices, pick, arguments in steps:
+            operands = [x for position, encode in matrices for x in encode(pointers[position])]
+            run(programs, 1, 1, stream, *fixed, *operands, *pick(pointers), *arguments)
 
     def _launch_by_triton(self, tensors: Sequence[Tensor | None], memory: Tensor, aligned: tuple[bool, ...]) -> None:
         """Launch as Triton does, which compiles where it must, and keep what it chose for the next call."""
@@ -141,8 +214,13 @@ class Plan:
             positions = [self._position[name] for name in launch.tensors]
             pick = itemgetter(*[0 if given[i] is None else i for i in positions])
             arguments = launch.arguments
-            compiled = launch.kernel[(launch.programs,)](*pick(given), *arguments, **launch.options)
-            if (runner := _runner(compiled)) is not None:
-                steps.append(_Step(runner[0], launch.programs, runner[1], pick, arguments))
+            sources = [self._position[x.tensor] for x in launch.operands]
+            operands = [_descriptor(x, given[i]) for x, i in zip(launch.operands, sources, strict=True)]
+            compiled = launch.kernel[(launch.programs,)](*operands, *pick(given), *arguments, **launch.options)
+            if (runner := _runner(compiled)) is not None and (not operands or _is_known()):
+                described = getattr(compiled.metadata, "tensordesc_meta", None) or []
+                encoders = [_encoder(x, y) for x, y in zip(launch.operands, described, strict=True)]
+                matrices = list(zip(sources, encoders, strict=True))
+                steps.append(_Step(runner[0], launch.programs, runner[1], matrices, pick, arguments))
         if len(steps) == len(self.launches):
             self._steps[aligned] = steps

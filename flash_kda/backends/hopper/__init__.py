@@ -1,0 +1,72 @@
+"""KDA on compute capability 9.0 in Gluon: hardware copies, asynchronous products, a warp per chunk.
+
+It holds what is faster than ``flash_kda.backends.triton``, which runs everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from flash_kda.backends.triton import supports as triton_supports
+from flash_kda.types import DecodeInputs, Decoder, Inputs, Problem
+
+CAPABILITY = (9, 0)
+# Gluon is young: these are the versions that the kernels have run with.
+TRITON = ("3.6.",)
+CHUNK = 32
+
+
+def supports(problem: Problem) -> str | None:
+    """bfloat16, K = 128, V a multiple of 64, normalised keys, sequences of more than two chunks on average."""
+    if (why := triton_supports(problem)) is not None:
+        return why
+    import triton
+
+    p = problem
+    if p.op != "forward":
+        return "has no kernel for decoding"
+    if p.dtype != torch.bfloat16:
+        return f"takes bfloat16; the tensors are {p.dtype}"
+    if p.K != 128 or p.V % 64:
+        return f"takes K = 128 and V in multiples of 64; they are {p.K} and {p.V}"
+    if not (p.qk_l2norm and p.beta_is_logit):
+        return "takes keys to normalise and logits of beta, which bound what it holds in float16"
+    if not p.copyable:
+        return "copies blocks of q, k, v and g, which must be bfloat16 with heads side by side and rows evenly spaced"
+    tokens, sequences = p.B * p.T, max(1, p.N or p.B)
+    if tokens <= 2 * CHUNK * sequences:
+        return f"pays off from three chunks of {CHUNK} tokens per sequence on; there are {tokens} and {sequences}"
+    if (tokens // CHUNK + 1 + sequences) * (p.HV or p.H) * 3 * CHUNK >= 2**31 or tokens >= 2**31:
+        return "numbers the rows of its workspace with 32 bits, and there are more"
+    if torch.cuda.get_device_capability() != CAPABILITY:
+        return f"is made for compute capability 9.0; this GPU has {torch.cuda.get_device_capability()}"
+    if not triton.__version__.startswith(TRITON):
+        return f"was tested with Triton {' and '.join(x + 'x' for x in TRITON)}; this is {triton.__version__}"
+    return None
+
+
+def run(inputs: Inputs, out: Tensor | None = None, final_state: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Output in v's dtype and final state. What does not start at a multiple of 16 bytes goes to the Triton kernels."""
+    return _forward()(inputs, out, final_state)
+
+
+@cache
+def _forward() -> Callable[[Inputs, Tensor | None, Tensor | None], tuple[Tensor, Tensor | None]]:
+    """Imported when first used, since it needs Triton."""
+    from flash_kda.backends.hopper.forward import forward
+
+    return forward
+
+
+def run_decode(call: DecodeInputs) -> Tensor:
+    """Not reached: ``supports`` refuses decode problems."""
+    raise NotImplementedError(supports(call.problem))
+
+
+def decoder(call: DecodeInputs) -> Decoder | None:
+    """None: there is nothing to remember."""
+    return None
