@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from flash_kda.backends.triton.config import Device
+from flash_kda.backends.triton.config import CHUNK, Device
 from flash_kda.types import Problem
 
 # Value columns of a warpgroup.
@@ -23,12 +24,40 @@ class HopperConfig:
         parts: warpgroups per program of the walk, BV columns each.
         stages: chunks in flight in the walk.
         walk_registers: limit per thread where two programs are to share a multiprocessor; None for no limit.
+        segment: tokens that longer sequences are cut into, a multiple of 32; None where nothing is cut.
     """
 
     prepare_programs: int
     parts: int
     stages: int
     walk_registers: int | None
+    segment: int | None = None
+
+
+# Cutting makes two walks of one and a scan between them: it takes three segments and long sequences to pay.
+LEAST_SEGMENTS, LEAST_TOKENS = 3, 4096
+# Where sequences are packed their lengths are not known here: many short ones are taken for all short.
+LEAST_AVERAGE = 512
+
+
+def segment(problem: Problem, device: Device) -> int | None:
+    """Tokens of a segment where the walks of whole sequences would leave most multiprocessors idle, otherwise None.
+
+    Of packed sequences one may hold all tokens, and is to be cut as if it did.
+    """
+    p = problem
+    walks = (1 if p.packed else p.B) * (p.HV or p.H) * (p.V // BV)
+    segments = device.multiprocessors // walks
+    is_short = p.packed and LEAST_AVERAGE * (p.N or 1) > p.T
+    if p.V != p.K or segments < LEAST_SEGMENTS or p.T < LEAST_TOKENS or is_short:
+        return None
+    return math.ceil(p.T / segments / CHUNK) * CHUNK
+
+
+def segments(problem: Problem, tokens: int) -> int:
+    """Segments of so many tokens in all sequences: an upper bound that needs no lengths when they are packed."""
+    p = problem
+    return p.T // tokens + (p.N or 0) if p.packed else p.B * math.ceil(p.T / tokens)
 
 
 @lru_cache(maxsize=1024)
@@ -37,6 +66,8 @@ def configure(problem: Problem, device: Device) -> HopperConfig:
     p = problem
     programs = max(1, p.N or p.B) * (p.HV or p.H) * (p.V // BV)
     prepare_programs = PREPARE_PROGRAMS * device.multiprocessors
+    if (cut := segment(p, device)) is not None:
+        return HopperConfig(prepare_programs, parts=1, stages=4, walk_registers=None, segment=cut)
     if programs <= device.multiprocessors:
         return HopperConfig(prepare_programs, parts=1, stages=4, walk_registers=None)
     if p.V % (2 * BV) == 0:

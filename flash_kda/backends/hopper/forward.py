@@ -7,19 +7,22 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from flash_kda.backends.hopper.config import BV, HopperConfig, configure
+from flash_kda.backends.hopper.config import BV, HopperConfig, configure, segments
 from flash_kda.backends.hopper.prepare import prepare_warp
-from flash_kda.backends.hopper.recurrence import walk
+from flash_kda.backends.hopper.recurrence import APPLY, MAP, WHOLE, walk
 from flash_kda.backends.triton import common
 from flash_kda.backends.triton import config as triton_config
 from flash_kda.backends.triton import forward as triton_forward
 from flash_kda.backends.triton.forward import TENSORS, Written
 from flash_kda.backends.triton.launch import Launch, Matrix, Plan, Scratch
 from flash_kda.backends.triton.prepare import prepare
+from flash_kda.backends.triton.segments import scan_segments
 from flash_kda.types import Inputs, Signature
 
 # Channels and rows of one copy of the preparation.
 BC, HALF = 32, 16
+# Value columns of a program of the scan over segments.
+SCAN_BV = 16
 
 
 def _rows_of(call: Signature, name: str, block: tuple[int, int]) -> Matrix:
@@ -46,6 +49,7 @@ def describe(
         "squares": (chunks * 2 * portable.square_elements, torch.bfloat16),
         "decay": (chunks * K, torch.float32),
         "hard": (0 if bounded else chunks, torch.int8),
+        "maps": (0 if config.segment is None else segments(p, config.segment) * HV * 2 * K * K, torch.float32),
     }
     values = triton_forward.values(call, portable, out, final) | {
         # Rows of tiles are in the order of time.
@@ -53,6 +57,9 @@ def describe(
         "CHUNKS_END": chunks,
         "STAGES": config.stages,
         "PARTS": config.parts,
+        "SEGMENT": config.segment or 0,
+        "MODE": WHOLE.value if config.segment is None else APPLY.value,
+        "SCAN_BV": SCAN_BV,
     }
 
     def tiles(rows: int, columns: int) -> Matrix:
@@ -78,9 +85,14 @@ def describe(
         "decay": Matrix("decay", chunks, K, K, (1, K)),
         "v": _rows_of(call, "v", (C, BV)),
     }
-    programs = N * HV * p.V // (BV * config.parts)
     options = {"num_warps": 4} | ({} if config.walk_registers is None else {"maxnreg": config.walk_registers})
-    launches.append(Launch(walk, programs, values, options, walked))
+    walks = N
+    if config.segment is not None:
+        walks = segments(p, config.segment)
+        own = {"MODE": MAP.value, "PARTS": K // BV}
+        launches.append(Launch(walk, walks * HV * 2, values | own, {"num_warps": 4}, walked))
+        launches.append(Launch(scan_segments, N * HV * K // SCAN_BV, values, {"num_warps": 8}))
+    launches.append(Launch(walk, walks * HV * p.V // (BV * config.parts), values, options, walked))
     return scratch, launches
 
 

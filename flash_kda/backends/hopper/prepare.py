@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from flash_kda.backends.hopper.common import pair
+from flash_kda.backends.hopper.common import pair, sequence_of_slot
 from flash_kda.backends.triton.common import EASY, L2NORM_EPS, activated_beta, exp2, first_slot, log2_decay, reciprocal
 
 # Tokens of a chunk and of the blocks that it is inverted by; channels at a time.
@@ -22,28 +22,9 @@ RIGHT = gl.constexpr(gl.DotOperandLayout(1, SQUARE, 2))
 ROW = gl.constexpr(gl.SliceLayout(1, SQUARE))
 COLUMN = gl.constexpr(gl.SliceLayout(0, SQUARE))
 LANE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-SEARCH = gl.constexpr(256)
-SEARCHED = gl.constexpr(gl.BlockedLayout([8], [32], [1], [0]))
 TILE = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0]))
 SMALL = gl.constexpr(gl.SwizzledSharedLayout(8, 4, 2, [1, 0]))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
-def _sequence_of_slot(p_cu, slot, N):
-    """The last sequence whose first slot is at most ``slot``; see ``flash_kda.backends.triton.common``."""
-    o = gl.arange(0, SEARCH, SEARCHED)
-    step = (N + SEARCH - 1) // SEARCH
-    at = o * step
-    start = gl.load(p_cu + at, mask=at < N, other=0)
-    low = (gl.sum(((at < N) & (first_slot(start, at, C) <= slot)).to(gl.int32), 0) - 1) * step
-    found = 0
-    for block in range(0, step, SEARCH):
-        at = low + block + o
-        inside = (at < N) & (block + o < step)
-        start = gl.load(p_cu + at, mask=inside, other=0)
-        found += gl.sum((inside & (first_slot(start, at, C) <= slot)).to(gl.int32), 0)
-    return low + found - 1
 
 
 @gluon.jit
@@ -276,7 +257,7 @@ def prepare_warp(
     chunk = gl.program_id(0)
     n = 0
     if PACKED:
-        n = _sequence_of_slot(p_cu, chunk // HV, N)
+        n = sequence_of_slot(p_cu, chunk // HV, N, C, 1)
     n, is_used, row, last = _locate(chunk, n, p_cu, T, N, HV, CHUNKS_END, PACKED)
     phase = 0
     if is_used:
@@ -373,9 +354,7 @@ def prepare_warp(
                     )  # fmt: skip
             if next_is_used:
                 tma.store_wait(0)
-                _fetch(
-                    d_q, d_k, d_g, next_row, next_h // GROUP * K, next_h * K, K - BC, s_q, s_k, s_g, bar, BLOCKS - 1
-                )
+                _fetch(d_q, d_k, d_g, next_row, next_h // GROUP * K, next_h * K, K - BC, s_q, s_k, s_g, bar, BLOCKS - 1)
 
             if CHUNKS == EASY:
                 gl.store(p_hard + chunk64, hard.to(gl.int8))

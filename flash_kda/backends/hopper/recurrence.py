@@ -16,10 +16,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flash_kda.backends.hopper.common import pair
+from flash_kda.backends.hopper.common import pair, sequence_of_slot
 from flash_kda.backends.triton.common import L2NORM_EPS, activated_beta, exp2, first_slot, log2_decay
 
 C, BV = gl.constexpr(32), gl.constexpr(64)
+# What a launch is for: whole sequences, what segments do to a state, or segments from the states before them.
+WHOLE, MAP, APPLY = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 
 @gluon.jit
@@ -55,10 +57,33 @@ def _load_chunks(
 
 
 @gluon.jit
+def _state_before(
+    p_S0, S0_strides, p_map, n, i_h, is_first, is_map, o_v, o_k, STATE: gl.constexpr, HAS_S0: gl.constexpr,
+    MODE: gl.constexpr,
+):  # fmt: skip
+    """The state that a walk starts from, ``[BV, K]``.
+
+    The map of a first segment is of no use: in its place MAP leaves the initial state for APPLY, which may overwrite
+    the original at the end of the sequence before its beginning has been read.
+    """
+    K: gl.constexpr = o_k.shape[1]
+    S = gl.zeros([o_v.shape[0], K], gl.float32, STATE)
+    if MODE == APPLY:
+        S = gl.load(p_map + gl.where(is_first, K * K, 0) + o_v * K + o_k)
+    elif is_first:
+        if HAS_S0:
+            S0_n, S0_h, S0_v, S0_k = S0_strides
+            S = gl.load(p_S0 + n * S0_n + i_h * S0_h + o_v * S0_v + o_k * S0_k).to(gl.float32)
+    elif is_map:
+        S = gl.where(o_v == o_k, 1.0, 0.0)
+    return S
+
+
+@gluon.jit
 def _walk_by_token(
-    S, p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_o, raw_strides, o_t, batch, start, length, i_h, i_qk,
+    S, p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_o, raw_strides, o_t, batch, start, length, i_h, i_qk, is_map,
     column, scale, lower_bound, K: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr,
-    HAS_DT_BIAS: gl.constexpr, NEG_EIGVAL: gl.constexpr,
+    HAS_DT_BIAS: gl.constexpr, NEG_EIGVAL: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """The recurrence itself, from the raw inputs: a NaN or inf goes where it must, and no further."""
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h = raw_strides
@@ -77,6 +102,7 @@ def _walk_by_token(
     p_v += batch * v_b + start * v_t + i_h * v_h
     p_g += batch * g_b + start * g_t + i_h * g_h
     p_beta += batch * beta_b + start * beta_t + i_h * beta_h
+    step = o_t.to(gl.int64)
     for t in range(0, length):
         k = gl.load(p_k + o_k).to(gl.float32)
         q = gl.load(p_q + o_k).to(gl.float32)
@@ -85,11 +111,14 @@ def _walk_by_token(
         g2 = log2_decay(gl.load(p_g + o_k).to(gl.float32), a, bias, lower_bound, valid, GATE)
         S *= gl.expand_dims(exp2(g2), 0)
         v = gl.load(p_v + o_v).to(gl.float32)
+        if MODE == MAP:
+            v = gl.where(is_map, 0.0, v)
         beta = activated_beta(gl.load(p_beta).to(gl.float32), True, NEG_EIGVAL)
         u = beta * (v - gl.sum(S * gl.expand_dims(k, 0), 1))
         S += gl.expand_dims(u, 1) * gl.expand_dims(k, 0)
-        o = gl.sum(S * gl.expand_dims(q, 0), 1)
-        gl.store(p_o + t.to(gl.int64) * o_t + o_v, o.to(p_o.dtype.element_ty))
+        if MODE != MAP:
+            o = gl.sum(S * gl.expand_dims(q, 0), 1)
+            gl.store(p_o + t * step + o_v, o.to(p_o.dtype.element_ty))
         p_q += q_t
         p_k += k_t
         p_v += v_t
@@ -100,12 +129,12 @@ def _walk_by_token(
 
 @gluon.jit
 def _walk(
-    p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_o, raw_strides, S0_strides, S_strides, o_t,
-    batch, start, length, n, i_h, i_qk, column, part, scale, lower_bound,
+    p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_map, p_o, raw_strides, S0_strides, S_strides, o_t,
+    batch, start, length, n, i_h, i_qk, is_first, is_map, is_stored, column, scale, lower_bound,
     s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free,
     K: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
-    NEG_EIGVAL: gl.constexpr, HAS_S0: gl.constexpr,
-    STORE_S: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
+    NEG_EIGVAL: gl.constexpr, HAS_S0: gl.constexpr, STORE_S: gl.constexpr, MODE: gl.constexpr, STAGES: gl.constexpr,
+    PARTS: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """The state of 64 columns of V from the first token to the last."""
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
@@ -113,18 +142,14 @@ def _walk(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
     LEFT_OF_STATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    o_v = column + part * BV + gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(1, STATE)), 1)
+    o_v = column + PART * BV + gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(1, STATE)), 1)
     o_k = gl.expand_dims(gl.arange(0, K, gl.SliceLayout(0, STATE)), 0)
-    S0_n, S0_h, S0_v, S0_k = S0_strides
-    if HAS_S0:
-        p_first = p_S0 + n * S0_n + i_h * S0_h + o_v * S0_v + o_k * S0_k
-        S = gl.load(p_first).to(gl.float32)
-    else:
-        S = gl.zeros([BV, K], gl.float32, STATE)
+    S = _state_before(p_S0, S0_strides, p_map, n, i_h, is_first, is_map, o_v, o_k, STATE, HAS_S0, MODE)
     zero = gl.zeros([BV, C], gl.float32, TOKENS)
     o_token = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, TOKENS)), 0)
     o_row = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, OUT)), 1)
-    p_out = p_o + column + part * BV + gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(0, OUT)), 0) + o_row * o_t
+    p_out = p_o + column + PART * BV + gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(0, OUT)), 0) + o_row * o_t
+    step = o_t.to(gl.int64)
     stage = 0
     phase = 0
     for first in range(0, length, C):
@@ -132,30 +157,36 @@ def _walk(
         mbarrier.wait(bar_ready.index(stage), phase)
         kq = s_kq.index(stage)
         K_S = warpgroup_mma(b_S, kq.slice(0, C).permute((1, 0)), zero, use_acc=False, is_async=True)
-        Q_S = warpgroup_mma(b_S, kq.slice(C, C).permute((1, 0)), zero, use_acc=False, is_async=True)
-        v = s_v.index(stage * PARTS + part).permute((1, 0)).load(TOKENS).to(gl.float32)
+        if MODE != MAP:
+            Q_S = warpgroup_mma(b_S, kq.slice(C, C).permute((1, 0)), zero, use_acc=False, is_async=True)
+        v = s_v.index(stage * PARTS + PART).permute((1, 0)).load(TOKENS).to(gl.float32)
         if first + C > length:
             # The rows past the end are another sequence's.
             v = gl.where(first + o_token < length, v, 0.0)
+        if MODE == MAP:
+            v = gl.where(is_map, 0.0, v)
         decay = gl.expand_dims(s_decay.index(stage).reshape((K,)).load(gl.SliceLayout(0, STATE)), 0)
-        K_S = warpgroup_mma_wait(1, deps=(K_S,))
+        K_S = warpgroup_mma_wait(0 if MODE == MAP else 1, deps=(K_S,))
         # The tile holds minus K_plus.
         R = (K_S + v).to(gl.bfloat16)
         R = gl.reshape(gl.permute(gl.join(R, R), (0, 2, 1)), (BV, 2 * C))
         R = gl.convert_layout(R, LEFT)
         square = s_square.index(stage)
         U = warpgroup_mma(R, square.slice(0, C).permute((1, 0)), zero, use_acc=False, is_async=True)
-        o = warpgroup_mma(R, square.slice(C, C).permute((1, 0)), Q_S, is_async=True)
+        if MODE != MAP:
+            o = warpgroup_mma(R, square.slice(C, C).permute((1, 0)), Q_S, is_async=True)
         S *= decay
-        U = warpgroup_mma_wait(1, deps=(U,))
+        U = warpgroup_mma_wait(0 if MODE == MAP else 1, deps=(U,))
         # What one bfloat16 loses of U the state would keep for as long as the gate is slow.
         high, low = pair(U)
         S = warpgroup_mma(gl.convert_layout(high, LEFT_OF_STATE), s_end.index(stage), S, is_async=True)
         S = warpgroup_mma(gl.convert_layout(low, LEFT_OF_STATE), s_end.index(stage), S, is_async=True)
-        o = warpgroup_mma_wait(2, deps=(o,))
-        s_o.permute((1, 0)).store(o.to(gl.bfloat16))
-        gl.thread_barrier()
-        gl.store(p_out + first.to(gl.int64) * o_t, s_o.load(OUT).to(p_o.dtype.element_ty), mask=first + o_row < length)
+        if MODE != MAP:
+            o = warpgroup_mma_wait(2, deps=(o,))
+            s_o.permute((1, 0)).store(o.to(gl.bfloat16))
+            gl.thread_barrier()
+            rows = s_o.load(OUT).to(p_o.dtype.element_ty)
+            gl.store(p_out + first * step, rows, mask=first + o_row < length)
         S = warpgroup_mma_wait(0, deps=(S,))
         mbarrier.arrive(bar_free.index(stage), count=1)
         stage += 1
@@ -165,45 +196,105 @@ def _walk(
     # 0 * x is not 0 for a NaN or inf, which a product of matrices has then also carried to earlier rows.
     broken = gl.where(S * 0.0 == 0.0, 0, 1)
     if gl.max(gl.max(broken, 1), 0) > 0:
-        if HAS_S0:
-            S = gl.load(p_first).to(gl.float32)
-        else:
-            S = gl.zeros([BV, K], gl.float32, STATE)
+        S = _state_before(p_S0, S0_strides, p_map, n, i_h, is_first, is_map, o_v, o_k, STATE, HAS_S0, MODE)
         S = _walk_by_token(
             S, p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_o, raw_strides, o_t, batch, start, length, i_h, i_qk,
-            column + part * BV, scale, lower_bound, K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL,
+            is_map, column + PART * BV, scale, lower_bound, K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, MODE,
         )  # fmt: skip
-    if STORE_S:
+    if MODE == MAP:
+        if is_stored:
+            gl.store(p_map + o_v * K + o_k, S)
+    elif STORE_S:
         S_n, S_h, S_v, S_k = S_strides
-        gl.store(p_S + n * S_n + i_h * S_h + o_v * S_v + o_k * S_k, S.to(p_S.dtype.element_ty))
+        p_last = p_S + n * S_n + i_h * S_h + o_v * S_v + o_k * S_k
+        gl.store(p_last, S.to(p_S.dtype.element_ty), mask=is_stored & (o_v >= 0))
 
 
-@gluon.jit(do_not_specialize=["T", "N", "HV", "GROUP", "scale", "lower_bound"])
+@gluon.jit
+def _segment(
+    number, p_cu, T, N, SEGMENT, PACKED: gl.constexpr, MODE: gl.constexpr,
+):  # fmt: skip
+    """The tokens that a walk goes through: sequence, first token in it, their count, the sequence's length and start.
+
+    Segments of SEGMENT tokens are numbered as chunks are: see ``first_slot``.
+    """
+    offset = 0
+    if PACKED:
+        n = number
+        if MODE != WHOLE:
+            n = sequence_of_slot(p_cu, number, N, SEGMENT, gl.num_warps())
+        start = gl.load(p_cu + n).to(gl.int64)
+        length = (gl.load(p_cu + n + 1) - start).to(gl.int32)
+        if MODE != WHOLE:
+            offset = ((number - first_slot(start, n, SEGMENT)) * SEGMENT).to(gl.int32)
+    else:
+        n = number
+        if MODE != WHOLE:
+            n = number // ((T + SEGMENT - 1) // SEGMENT)
+            offset = (number % ((T + SEGMENT - 1) // SEGMENT) * SEGMENT).to(gl.int32)
+        start = gl.to_tensor(0).to(gl.int64)
+        length = T
+    return n, offset, length, start
+
+
+@gluon.jit(do_not_specialize=["T", "N", "HV", "GROUP", "scale", "lower_bound", "SEGMENT"])
 def walk(
-    d_kq, d_end, d_square, d_decay, d_v, p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_S0, p_S, p_o,
+    d_kq, d_end, d_square, d_decay, d_v, p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_S0, p_S, p_maps, p_o,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
     S0_n, S0_h, S0_v, S0_k, S_n, S_h, S_v, S_k, o_b, o_t, o_h,
-    T, N, HV, GROUP, scale, lower_bound,
+    T, N, HV, GROUP, scale, lower_bound, SEGMENT,
     K: gl.constexpr, V: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
-    NEG_EIGVAL: gl.constexpr, PACKED: gl.constexpr,
-    HAS_S0: gl.constexpr, STORE_S: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
+    NEG_EIGVAL: gl.constexpr, PACKED: gl.constexpr, HAS_S0: gl.constexpr, STORE_S: gl.constexpr,
+    MODE: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """One (sequence, value head, PARTS x 64 columns of V)."""
+    """One (sequence or segment, value head, PARTS x 64 columns of V).
+
+    A segment takes a state S before it to ``S A + B``, states transposed as here. Where sequences are cut, a launch
+    with MODE = MAP finds A and B of every segment: B by a walk from zeros, A by a walk from the unit matrix with v = 0.
+    A scan makes the state before every segment of them, and a launch with MODE = APPLY goes on from these.
+
+    Args:
+        d_kq, d_end: descriptors of the tiles, blocks ``[2 C, K]`` and ``[C, K]``; d_square: of the squares, blocks
+            ``[2 C, 2 C]``; d_decay: ``[slots * HV, K]``, blocks ``[1, K]``; d_v: ``[B * T, HV * V]``, blocks
+            ``[C, BV]``.
+        p_maps: ``[segments, HV, 2, K, K]`` float32: B, later the state before the segment, and A; V = K. A first
+            segment's A is the initial state.
+        SEGMENT: tokens of a segment, a multiple of C.
+        The raw inputs are read only if the state is not finite at the end.
+        The others: see ``flash_kda.backends.triton.recurrence.recurrence``.
+    """
     pid = gl.program_id(0)
     SPLITS: gl.constexpr = V // (PARTS * BV)
     i_v = pid % SPLITS
-    i_h = (pid // SPLITS) % HV
-    n = (pid // (SPLITS * HV)).to(gl.int64)
-    if PACKED:
-        start = gl.load(p_cu + n).to(gl.int64)
-        length = (gl.load(p_cu + n + 1) - start).to(gl.int32)
-        slot = first_slot(start, n, C)
-        batch = n * 0
-    else:
-        start = n * 0
-        length = T
-        slot = n * ((T + C - 1) // C)
+    rest = pid // SPLITS
+    is_map = False
+    if MODE == MAP:
+        is_map = rest % 2 == 1
+        rest = rest // 2
+    i_h = rest % HV
+    number = (rest // HV).to(gl.int64)
+    n, offset, whole, start = _segment(number, p_cu, T, N, SEGMENT, PACKED, MODE)
+    batch = n * 0
+    slot = first_slot(start, n, C)
+    if not PACKED:
         batch = n
+        slot = n * ((T + C - 1) // C)
+    length = whole
+    is_first = True
+    is_stored = True
+    if MODE != WHOLE:
+        is_first = offset == 0
+        is_last = offset + SEGMENT >= whole
+        length = gl.minimum(whole - offset, SEGMENT)
+        # A segment past the end of its sequence holds nothing, and an empty sequence is its own first and last.
+        is_stored = is_last & (is_first | (length > 0))
+        if MODE == MAP:
+            # Nothing follows a last segment, and what comes before a first one is known.
+            is_walked = (length > 0) & (offset + SEGMENT < whole) & ((offset > 0) | (is_map == 0))
+            length = gl.where(is_walked, length, 0)
+            is_stored = is_walked | (is_first & is_map)
+        slot += offset // C
+        start += offset
     s_kq = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * C, K], d_kq.layout)
     s_end = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], d_end.layout)
     s_square = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * C, 2 * C], d_square.layout)
@@ -217,21 +308,22 @@ def walk(
         mbarrier.init(bar_free.index(s), count=PARTS)
     fence_async_shared()
     row = (batch * T + start).to(gl.int32)
+    slot = slot.to(gl.int32)
     column = i_v * (PARTS * BV)
     i_qk = i_h // GROUP
     p_out = p_o + batch * o_b + start * o_t + i_h * o_h
+    p_map = p_maps + ((number * HV + i_h) * 2 + is_map) * (K * K)
     raw = (q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h)
     S0_strides = (S0_n, S0_h, S0_v, S0_k)
     S_strides = (S_n, S_h, S_v, S_k)
-    slot = slot.to(gl.int32)
     # Compile-time values keep their nature only in a tuple written out in the call.
     if PARTS == 1:
         gl.warp_specialize([
             (_walk, (
-                p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_out, raw, S0_strides, S_strides, o_t,
-                batch, start, length, n, i_h, i_qk, column, 0, scale, lower_bound,
+                p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_map, p_out, raw, S0_strides, S_strides,
+                o_t, batch, start, length, n, i_h, i_qk, is_first, is_map, is_stored, column, scale, lower_bound,
                 s_kq, s_end, s_square, s_decay, s_v, s_o.index(0), bar_ready, bar_free,
-                K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, HAS_S0, STORE_S, STAGES, PARTS,
+                K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, HAS_S0, STORE_S, MODE, STAGES, PARTS, 0,
             )),
             (_load_chunks, (
                 d_kq, d_end, d_square, d_decay, d_v, slot, row, length, HV, i_h, i_h * V + column,
@@ -241,16 +333,16 @@ def walk(
     else:
         gl.warp_specialize([
             (_walk, (
-                p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_out, raw, S0_strides, S_strides, o_t,
-                batch, start, length, n, i_h, i_qk, column, 0, scale, lower_bound,
+                p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_map, p_out, raw, S0_strides, S_strides,
+                o_t, batch, start, length, n, i_h, i_qk, is_first, is_map, is_stored, column, scale, lower_bound,
                 s_kq, s_end, s_square, s_decay, s_v, s_o.index(0), bar_ready, bar_free,
-                K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, HAS_S0, STORE_S, STAGES, PARTS,
+                K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, HAS_S0, STORE_S, MODE, STAGES, PARTS, 0,
             )),
             (_walk, (
-                p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_out, raw, S0_strides, S_strides, o_t,
-                batch, start, length, n, i_h, i_qk, column, 1, scale, lower_bound,
+                p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_map, p_out, raw, S0_strides, S_strides,
+                o_t, batch, start, length, n, i_h, i_qk, is_first, is_map, is_stored, column, scale, lower_bound,
                 s_kq, s_end, s_square, s_decay, s_v, s_o.index(1), bar_ready, bar_free,
-                K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, HAS_S0, STORE_S, STAGES, PARTS,
+                K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, HAS_S0, STORE_S, MODE, STAGES, PARTS, 1,
             )),
             (_load_chunks, (
                 d_kq, d_end, d_square, d_decay, d_v, slot, row, length, HV, i_h, i_h * V + column,

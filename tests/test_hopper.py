@@ -1,0 +1,388 @@
+"""The Hopper backend: when it runs, its configurations, compilation without a GPU, and its results on one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from cases import Call, Case, inputs_of, oracle, spans_of
+from compare import assert_outputs, assert_same_bits, assert_states
+from test_triton import DEVICES, meta_inputs
+
+import flash_kda
+from flash_kda.backends import hopper
+from flash_kda.backends.hopper import config as hopper_config
+from flash_kda.backends.hopper.config import HopperConfig, configure, segment, segments
+from flash_kda.backends.triton.config import configure as configure_portable
+from flash_kda.types import Problem
+
+DEVICE = DEVICES[90]
+TOLERANCE = 6e-3
+
+
+# When it runs.
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"gate": "softplus"}, None),
+        ({"V": 256, "packed": True, "N": 3}, None),
+        ({"dtype": torch.float16}, "bfloat16"),
+        ({"K": 64}, "K = 128"),
+        ({"V": 96}, "multiples of 64"),
+        ({"qk_l2norm": False}, "normalise"),
+        ({"beta_is_logit": False}, "logits"),
+        ({"copyable": False}, "side by side"),
+        ({"T": 64}, "three chunks"),
+        ({"packed": True, "N": 128}, "three chunks"),
+        ({"T": 2**31, "H": 1}, "32 bits"),
+        ({"T": 2**20, "H": 1024}, "32 bits"),
+        ({"grad": True}, "gradients"),
+        ({"op": "decode"}, "decoding"),
+        ({"device": "cpu"}, "CUDA"),
+    ],
+)
+def test_supports(changes: dict[str, Any], reason: str | None) -> None:
+    why = hopper.supports(replace(Problem(), **changes))
+    assert why is None if reason is None else reason in (why or "")
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_other_devices_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    with monkeypatch.context() as m:
+        m.setattr(triton, "__version__", "3.9.1")
+        assert "tested with Triton 3.6.x" in (hopper.supports(Problem()) or "")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
+    assert "compute capability 9.0" in (hopper.supports(Problem()) or "")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "copyable"),
+    [
+        (lambda call: {}, True),
+        (lambda call: {"g": call["g"].float()}, False),
+        (lambda call: {"q": call["q"].transpose(1, 2).contiguous().transpose(1, 2)}, False),
+        (lambda call: {"v": torch.empty(2, 96, 2, 129, dtype=torch.bfloat16)[..., :128]}, False),
+        (lambda call: {"k": torch.empty(2, 96, 300, dtype=torch.bfloat16)[..., :256].unflatten(2, (2, 128))}, False),
+        (lambda call: {"k": torch.empty(2, 96, 264, dtype=torch.bfloat16)[..., :256].unflatten(2, (2, 128))}, True),
+        (lambda call: {"beta": torch.empty(2, 100, 2)[:, :96]}, False),
+    ],
+    ids=[
+        "plain",
+        "float32 gate",
+        "heads first",
+        "padded heads",
+        "uneven rows",
+        "part of a projection",
+        "batch of beta",
+    ],
+)
+def test_copyable(spoil: Any, copyable: bool) -> None:
+    call = bfloat16(Case(B=2, T=96, K=128, V=128))
+    assert inputs_of(call | spoil(call)).problem.copyable == copyable
+
+
+# Configurations.
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [
+        (Problem(T=8192, H=64), (1, None)),
+        (Problem(T=8192, H=96), (2, None)),
+        (Problem(B=8, T=1024, H=64), (2, None)),
+        (Problem(B=8, T=1024, H=64, V=64), (1, None)),
+        (Problem(T=8192, H=12), (1, 1664)),
+        (Problem(T=65536, H=8), (1, 8192)),
+        (Problem(T=4095, H=8), (1, None)),
+        (Problem(T=65536, H=8, V=256), (1, None)),
+        (Problem(T=73600, H=8, N=64, packed=True), (1, 9216)),
+        (Problem(T=8192, H=8, N=64, packed=True), (2, None)),
+    ],
+    ids=str,
+)
+def test_configure(problem: Problem, expected: tuple[int, int | None]) -> None:
+    c = configure(problem, DEVICE)
+    assert (c.parts, c.segment) == expected
+
+
+def test_segments_cover_all_tokens_and_fill_the_device() -> None:
+    for T, H, packed in itertools.product((4096, 4097, 10000, 2**20), (1, 2, 8, 22), (False, True)):
+        p = Problem(T=T, H=H, N=3 if packed else None, packed=packed)
+        tokens = segment(p, DEVICE)
+        assert tokens is not None
+        assert tokens % hopper_config.CHUNK == 0
+        assert segments(p, tokens) * tokens >= T
+        assert (segments(p, tokens) - (3 if packed else 0)) * H * 2 <= DEVICE.multiprocessors
+
+
+# Compilation without a GPU.
+
+
+def described(problem: Problem, config: HopperConfig) -> tuple[dict[str, torch.dtype], list[Any]]:
+    """The launches of one forward call, and the dtypes of all that they are passed, by name."""
+    from flash_kda.backends.hopper import forward
+    from flash_kda.backends.triton import forward as portable
+
+    inputs = meta_inputs(problem)
+    inputs = inputs.replace(g=inputs.g.to(inputs.q.dtype))
+    final = torch.empty(inputs.state_shape, dtype=inputs.state_dtype, device="meta")
+    planner = mock.Mock()
+    portable.launch(inputs, torch.empty_like(inputs.v), final, planner)
+    (call, *results), (tensors,) = planner.call_args.args, planner.return_value.call_args.args
+    scratch, launches = forward.describe(call, config, configure_portable(problem, DEVICE), *results)
+    dtypes = {name: torch.bfloat16 if x is None else x.dtype for name, x in zip(portable.TENSORS, tensors, strict=True)}
+    return dtypes | {name: dtype for name, (_, dtype) in scratch.items()}, launches
+
+
+def compiled(launch: Any, dtypes: dict[str, torch.dtype]) -> Any:
+    import triton
+    from test_triton import source_of
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    target, options = GPUTarget("cuda", 90, 32), dict(launch.options)
+    if not launch.matrices:
+        return triton.compile(source_of(launch, dtypes), target=target, options=options)
+    types = {torch.float32: gl.float32, torch.bfloat16: gl.bfloat16}
+    plain = source_of(replace_matrices(launch), dtypes)
+    signature = {}
+    for name in launch.kernel.arg_names:
+        if name.startswith("d_"):
+            matrix = launch.matrices[name[2:]]
+            dtype, (rows, columns) = types[dtypes[matrix.tensor]], matrix.block
+            layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+            signature[name] = f"tensordesc<{dtype}[{rows},{columns}],{layout}>"
+        else:
+            signature[name] = plain.signature[name]
+    names = launch.kernel.arg_names
+    constants = {(names.index(k),) if isinstance(k, str) else k: v for k, v in plain.constants.items()}
+    source = GluonASTSource(launch.kernel, signature, constexprs=constants, attrs=plain.attrs)
+    return triton.compile(source, target=target, options=options)
+
+
+def replace_matrices(launch: Any) -> Any:
+    """The launch with its matrices as values, which ``source_of`` knows."""
+    return replace(launch, values={**launch.values, **{f"d_{name}": 0 for name in launch.matrices}}, matrices={})
+
+
+# Bytes that a thread may spill: the walk's only in its loop over single tokens.
+BUILDS = {
+    "whole": (Problem(T=8192, H=64), [("prepare_warp", 0), ("walk", 320)]),
+    "shared": (Problem(T=8192, H=96), [("prepare_warp", 0), ("walk", 416)]),
+    "two": (Problem(T=8192, H=96, V=64), [("prepare_warp", 0), ("walk", 480)]),
+    "packed": (Problem(T=8192, H=96, N=6, packed=True), [("prepare_warp", 16), ("walk", 416)]),
+    "softplus": (Problem(T=8192, H=64, gate="softplus"), [("prepare_warp", 64), ("prepare", 512), ("walk", 320)]),
+    "cut": (Problem(T=8192, H=8), [("prepare_warp", 0), ("walk", 64), ("scan_segments", 0), ("walk", 64)]),
+    "cut-packed": (
+        Problem(T=8192, H=8, N=2, packed=True),
+        [("prepare_warp", 16), ("walk", 64), ("scan_segments", 0), ("walk", 64)],
+    ),
+}
+
+
+@pytest.mark.offline
+@pytest.mark.parametrize("name", BUILDS)
+def test_compiles(name: str) -> None:
+    """Every kernel fits into the device, spills no more than its budget, and eight programs prepare at a time."""
+    triton = pytest.importorskip("triton")
+    problem, expected = BUILDS[name]
+    dtypes, launches = described(problem, configure(problem, DEVICE))
+    assert [x.kernel.__name__ for x in launches] == [kernel for kernel, _ in expected]
+    for launch, (kernel, budget) in zip(launches, expected, strict=True):
+        built = compiled(launch, dtypes)
+        with tempfile.TemporaryDirectory() as folder:
+            (cubin := Path(folder, "kernel.cubin")).write_bytes(built.asm["cubin"])
+            tool = triton.knobs.nvidia.cuobjdump.path
+            usage = subprocess.run([tool, "-res-usage", cubin], check=True, capture_output=True, text=True).stdout
+        found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+        assert found, usage
+        assert int(found[2]) <= budget, f"{kernel} spills {found[2]} bytes with {found[1]} registers"
+        assert built.metadata.shared <= DEVICE.shared_memory
+        if kernel == "prepare_warp":
+            programs = hopper_config.PREPARE_PROGRAMS
+            assert programs * (built.metadata.shared + 1024) <= DEVICE.shared_memory_per_multiprocessor
+        if kernel == "walk":
+            assert "wgmma.mma_async" in built.asm["ptx"]
+
+
+# Results.
+
+
+def bfloat16(case: Case, device: str = "cpu") -> Call:
+    """The case with every tensor that is copied in blocks in bfloat16."""
+    call = case.but(dtype="bfloat16").build(device)
+    return call | {"g": call["g"].bfloat16()}
+
+
+def run(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    with flash_kda.record_backends() as ran:
+        result = flash_kda.kda(**call)
+    assert ran == ["hopper"]
+    return result
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "cut"])
+def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """Whether sequences are cut into the shortest segments that fill the device."""
+    from flash_kda.backends.hopper import forward
+
+    monkeypatch.setattr(hopper_config, "LEAST_TOKENS", 96 if request.param else math.inf)
+    monkeypatch.setattr(hopper_config, "LEAST_AVERAGE", 0)
+    for cache in (configure, forward.plan):
+        cache.cache_clear()
+    yield request.param
+    for cache in (configure, forward.plan):
+        cache.cache_clear()
+
+
+PLAIN = Case(T=200, K=128, V=128)
+CASES = (
+    *(
+        PLAIN.but(gate=gate, strength=s)
+        for gate in ("lower_bound", "softplus")
+        for s in ("strong", "slow", "saturated")
+    ),
+    *(PLAIN.but(gate="log", strength=s) for s in ("strong", "slow", "saturated", "hostile")),
+    *(PLAIN.but(T=T, B=2, initial=T % 2 == 1) for T in (65, 96, 97, 129, 320)),
+    *(PLAIN.but(T=130, H=H, HV=HV) for H, HV in ((1, 3), (2, 4), (40, 80))),
+    *(PLAIN.but(T=130, V=V, H=H) for V, H in ((64, 2), (64, 150), (256, 2), (256, 80))),
+    PLAIN.but(lengths=(70, 0, 129, 1, 300), tail=40),
+    PLAIN.but(lengths=(0, 0, 500, 3, 0), cu_dtype="int32", HV=6),
+    PLAIN.but(lengths=(96,) * 9, layout="kv", state_dtype="bfloat16"),
+    PLAIN.but(lengths=(5, 700), gate="log", strength="hostile"),
+    PLAIN.but(lengths=(31, 333), gate="softplus", tail=1, initial=False),
+    PLAIN.but(neg=True, strength="slow", layout="kv"),
+    PLAIN.but(A_log=False, dt_bias=None),
+    PLAIN.but(scale=-300.0),
+    PLAIN.but(final=False),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_results(case: Case, cut: bool) -> None:
+    """Output and final states against the definition in float64, per head and per block of rows."""
+    call = bfloat16(case, "cuda")
+    o, state = run(call)
+    expected, expected_state = oracle(call)
+    assert_outputs(o, expected, call, TOLERANCE)
+    if state is not None:
+        assert_states(state, expected_state, TOLERANCE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "value"), [("v", math.nan), ("k", math.inf), ("q", math.nan), ("g", math.nan)])
+def test_poison_stays_where_it_belongs(name: str, value: float, cut: bool) -> None:
+    call = bfloat16(PLAIN.but(lengths=(300, 150, 77)), "cuda")
+    clean, clean_state = run(call)
+    x = call[name].clone()
+    x[0, 350].view(-1)[0] = value
+    bad = call | {name: x}
+    o, state = run(bad)
+    expected, expected_state = oracle(bad)
+    assert state is not None
+    assert clean_state is not None
+    assert not o[0, 350].isfinite().all(), "the poison had no effect"
+    assert_outputs(o, expected, bad, TOLERANCE)
+    assert_states(state, expected_state, TOLERANCE)
+    for n, (_, first, end) in enumerate(spans_of(call)):
+        if n != 1:
+            assert_same_bits(o[0, first:end], clean[0, first:end], "o of another sequence")
+            assert_same_bits(state[n], clean_state[n], "another state")
+
+
+@pytest.mark.gpu
+def test_poison_past_the_end_of_every_sequence(cut: bool) -> None:
+    call = bfloat16(PLAIN.but(lengths=(97, 150), tail=30), "cuda")
+    clean, clean_state = run(call)
+    spoilt = {}
+    for name in ("q", "k", "v", "g", "beta"):
+        spoilt[name] = call[name].clone()
+        spoilt[name][0, 247:] = math.nan
+    o, state = run(call | spoilt)
+    assert_same_bits(o, clean, "o")
+    assert_same_bits(state, clean_state, "state")
+    assert not o[0, 247:].any()
+
+
+@pytest.mark.gpu
+def test_large_keys_with_saturated_gates(cut: bool) -> None:
+    """Beyond what the tiles' exponents hold the walk goes token by token, and is right."""
+    call = bfloat16(PLAIN.but(strength="saturated", A_log=False, dt_bias=None), "cuda")
+    call["k"] = call["k"] * 1e6
+    o, state = run(call)
+    expected, expected_state = oracle(call)
+    assert_outputs(o, expected, call, TOLERANCE)
+    assert_states(state, expected_state, TOLERANCE)
+
+
+@pytest.mark.gpu
+def test_same_bits_and_final_state_in_place(cut: bool) -> None:
+    call = bfloat16(PLAIN.but(lengths=(300, 150, 0, 77, 600)), "cuda")
+    o, state = run(call)
+    for _ in range(20):
+        again, state_again = run(call)
+        assert_same_bits(again, o, "o")
+        assert_same_bits(state_again, state, "state")
+    from flash_kda.backends.hopper.forward import forward
+
+    out, S = torch.full_like(o, math.nan), call["initial_state"].clone()
+    forward(inputs_of(call | {"initial_state": S}), out, S)
+    assert_same_bits(out, o, "o in place")
+    assert_same_bits(S, state, "state in place")
+
+
+@pytest.mark.gpu
+def test_unaligned_tensors_and_parts_of_a_projection() -> None:
+    call = bfloat16(PLAIN, "cuda")
+    o, state = run(call)
+    wide = torch.full((1, 200, 3 * 256 + 8), math.nan, device="cuda", dtype=torch.bfloat16)
+    parts = {}
+    for i, name in enumerate(("q", "k", "v")):
+        parts[name] = wide[..., 8 + i * 256 : 8 + (i + 1) * 256].unflatten(2, (2, 128)).copy_(call[name])
+    o2, state2 = run(call | parts)
+    assert_same_bits(o2, o, "o of a projection")
+    assert_same_bits(state2, state, "state of a projection")
+    flat = torch.empty(200 * 256 + 1, device="cuda", dtype=torch.bfloat16)[1:]
+    o3, _ = run(call | {"q": flat.view(1, 200, 2, 128).copy_(call["q"])})
+    expected, _ = oracle(call)
+    assert_outputs(o3, expected, call, TOLERANCE)
+
+
+@pytest.mark.gpu
+def test_graph_replays_other_lengths(cut: bool) -> None:
+    call = bfloat16(PLAIN.but(lengths=(300, 150, 50)), "cuda")
+    other = torch.tensor([0, 10, 420, 490], device="cuda")
+    expected = run(call | {"cu_seqlens": other})
+    run(call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, state = run(call)
+    call["cu_seqlens"].copy_(other)
+    graph.replay()
+    assert_same_bits(o, expected[0], "o")
+    assert_same_bits(state, expected[1], "state")
