@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from flash_kda.backends.triton.forward import TENSORS, Written
 from flash_kda.backends.triton.launch import Launch, Matrix, Plan, Scratch
 from flash_kda.backends.triton.prepare import prepare
 from flash_kda.backends.triton.segments import scan_segments
-from flash_kda.types import Inputs, Signature
+from flash_kda.types import Inputs, Layout, Signature
 
 # Channels and rows of one copy of the preparation.
 BC, HALF = 32, 16
@@ -27,8 +28,7 @@ SCAN_BV = 16
 
 def _rows_of(call: Signature, name: str, block: tuple[int, int]) -> Matrix:
     """``[B, T, heads, size]`` as a matrix of a row per token."""
-    layout = call.layout(name)
-    assert layout is not None
+    layout = cast(Layout, call.layouts[name])
     B, T, heads, size = layout.shape
     return Matrix(name, B * T, heads * size, layout.strides[1], block)
 
