@@ -136,6 +136,22 @@ def test_later_launches_are_direct() -> None:
     assert arguments == (5, 1, 1, STREAM, *fixed, *pointers, 2, 1)
 
 
+@pytest.mark.parametrize("scratch", [{}, {"none": (0, torch.int8)}], ids=["none", "empty"])
+def test_no_memory_is_allocated_for_no_scratch(scratch: launch.Scratch) -> None:
+    """The first tensor stands in for a piece without elements, at the first launch and at later ones."""
+    f = Jitted("p_x", "p_y", *(f"p_{name}" for name in scratch), "A")
+    plan = Plan(CPU, ("x", "y"), scratch, [Launch(f, 5, {"A": 1}, {})])
+    x, y, _ = tensors()
+    with mock.patch.object(torch, "empty", side_effect=AssertionError("allocated")):
+        plan((x, y))
+        plan((x, y))
+    given = [x, y, *(x for _ in scratch)]
+    ((_, (*passed, _), _),) = f.by_triton
+    assert all(a is b for a, b in zip(passed, given, strict=True))
+    ((_, arguments),) = f.direct
+    assert arguments[-len(given) - 1 :] == (*(z.data_ptr() for z in given), 1)
+
+
 def test_launches_keep_their_order() -> None:
     first, second = kernel(), kernel()
     second.by_triton, second.direct = first.by_triton, first.direct
