@@ -87,7 +87,7 @@ def kda_decode(
 
 
 class _Form:
-    """Calls that differ in nothing that the checks look at but the values of tensors and the gradients wanted.
+    """Calls that want no gradient and differ in nothing that the checks look at but the values of tensors.
 
     Attributes:
         known: the backend's name and how such calls are run, once one of them has passed the checks.
@@ -103,24 +103,27 @@ def _form(*_: Any) -> _Form:
     return _Form()
 
 
+def _wants_gradient(*tensors: Tensor | None) -> bool:
+    return any(x is not None and x.requires_grad for x in tensors)
+
+
 def _decode(tensors: DecodeTensors, gate: Gate, options: tuple[Any, ...], backend: str) -> Tensor:
     """Run a call: with its checks, or as one of its form was run before."""
     A_log, dt_bias = getattr(gate, "A_log", None), getattr(gate, "dt_bias", None)
     form: _Form | None = None
-    if not torch.is_grad_enabled():
-        try:
+    try:
+        if not (torch.is_grad_enabled() and _wants_gradient(*tensors, A_log, dt_bias)):
             arguments: Any = (
                 *[x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (*tensors, A_log, dt_bias)],
                 *(type(gate), getattr(gate, "lower_bound", None), *options, backend),
             )
             form = _form(*arguments)
-        except (AttributeError, TypeError):
-            pass  # something is no tensor or no number: the checks will say what
-        else:
-            if form.known is not None:
-                name, decoder = form.known
-                dispatch.record(name)
-                return decoder(tensors, A_log, dt_bias)
+    except (AttributeError, TypeError):
+        pass  # something is no tensor or no number: the checks will say what
+    if form is not None and form.known is not None:
+        name, decoder = form.known
+        dispatch.record(name)
+        return decoder(tensors, A_log, dt_bias)
     call = check_decode(*tensors, gate, *options)
     name, module = dispatch.choose(call.problem, backend)
     o, new = module.run_decode(call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -236,11 +237,24 @@ def test_another_form_is_checked_anew(name: str, call: Call, remembering: Rememb
     assert len(remembering.planned) == 3
 
 
-def test_nothing_is_remembered_where_gradients_may_be_wanted(remembering: Remembering) -> None:
+@pytest.mark.parametrize("name", ["q", "g", "pool", "A_log", "dt_bias"])
+def test_a_gradient_is_seen_in_a_known_form(name: str, remembering: Remembering) -> None:
+    """With gradients enabled a form is remembered as well, but a call that wants one is checked, and not remembered."""
     for _ in range(2):
         flash_kda.kda_decode(**EACH.build(), backend="cpu")
-    assert len(remembering.planned) == 2
-    assert not remembering.direct
+    assert len(remembering.planned) == len(remembering.direct) == 1
+    call = EACH.build()
+    if name in call:
+        call[name].requires_grad_()
+    else:
+        call["gate"] = replace(call["gate"], **{name: getattr(call["gate"], name).requires_grad_()})
+    for planned in (2, 3):
+        flash_kda.kda_decode(**call, backend="cpu")
+        assert len(remembering.planned) == planned
+        assert remembering.planned[-1].problem.grad
+    with torch.no_grad():
+        flash_kda.kda_decode(**call, backend="cpu")
+    assert len(remembering.direct) == 2
 
 
 def test_what_is_remembered_is_bounded() -> None:
