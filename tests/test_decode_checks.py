@@ -306,7 +306,7 @@ def test_the_code_of_the_serving_guide_runs() -> None:
     """In its order, and it does what its comments say."""
     text = (Path(__file__).parents[1] / "docs" / "serving.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     names: dict[str, Any] = {}
     exec(blocks[0], names)
     assert names["pool"].flatten(1).any(1).nonzero().flatten().tolist() == [2, 5]
@@ -315,3 +315,6 @@ def test_the_code_of_the_serving_guide_runs() -> None:
     exec(blocks[1], names)
     assert names["pool"].flatten(1).any(1).all()
     assert not names["o"][1].count_nonzero()
+    kept = bits(names["pool"]).clone()
+    exec(blocks[2], names)
+    assert torch.equal(bits(names["pool"]), kept)

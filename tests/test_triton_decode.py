@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from cases import Call, Case, Target
 from compare import assert_same_bits
 from decoding import BASE, CASES, PACKED, ROWS, DecodeCase, check, parameters, run
 from jitted import STREAM, Jitted
+from test_decode import first_rows
 from test_decode_checks import EACH, other_forms
 from test_triton import DEVICES, meta_inputs, source_of
 from torch import Tensor
@@ -492,6 +494,37 @@ def test_no_wait_no_allocation_no_compilation(index: str, grad: bool) -> None:
             torch.cuda.set_sync_debug_mode("default")
     assert o.shape == calls[0]["v"].shape
     assert kernels_compiled() == compiled
+
+
+@gpu
+@pytest.mark.parametrize("index", ["one", "each"])
+@torch.inference_mode()
+def test_padding_rows_compile_what_serving_needs(index: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After calls that touch nothing, no number of rows has Triton compile a kernel again, whatever slots there are."""
+    import triton
+
+    from flash_kda.backends.triton import decode as kernels
+
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what["repr"]))
+    monkeypatch.setattr(kernels.decode, "device_caches", defaultdict(kernels.decode.create_binder))
+    decode._form.cache_clear()
+    rows = 50
+    case = DecodeCase(Case(B=rows, T=3, H=12, K=128, V=128, dtype="bfloat16"), index=index, known=True)
+    buffers = case.build("cuda")
+    before = buffers["pool"].clone()
+    for n in range(1, rows + 1):
+        nobody = torch.full_like(buffers["indices"][:n], -1)
+        o = run(TRITON, first_rows(buffers, slice(n)) | {"indices": nobody})
+        assert not o.count_nonzero()
+    assert_same_bits(buffers["pool"], before, "pool")
+    assert compiled, "the hook is not called"
+    compiled.clear()
+    for n in range(1, rows + 1):
+        other = replace(case, seed=n, rows=case.rows.but(seed=n)).build("cuda")
+        other["pool"] = torch.cat([other["pool"], other["pool"][:n]])
+        run(TRITON, first_rows(other, slice(n)))
+    assert not compiled
 
 
 @gpu
