@@ -17,6 +17,7 @@ none is an error, on any backend. A row without tokens writes nothing.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -85,36 +86,49 @@ def kda_decode(
     return run(tensors, gate, options, backend)
 
 
-# How calls that have passed their checks are run again. A key holds all that the checks look at besides tensors' values
-# and the gradients that they want: forms of tensors, the gate's numbers, options.
-_known: dict[tuple[object, ...], tuple[str, Decoder]] = {}
-# Serving meets few forms; this bounds what a caller of ever new ones leaves behind.
-_MOST_KNOWN = 4096
+class _Form:
+    """Calls that want no gradient and differ in nothing that the checks look at but the values of tensors.
+
+    Attributes:
+        known: the backend's name and how such calls are run, once one of them has passed the checks.
+    """
+
+    known: tuple[str, Decoder] | None = None
+
+
+# Serving meets few forms. Typed: an option that is 1 and not True is another.
+@lru_cache(maxsize=4096, typed=True)
+def _form(*_: Any) -> _Form:
+    """The form of calls with these tensors (all but their data), gate, options and backend."""
+    return _Form()
+
+
+def _wants_gradient(*tensors: Tensor | None) -> bool:
+    return any(x is not None and x.requires_grad for x in tensors)
 
 
 def _decode(tensors: DecodeTensors, gate: Gate, options: tuple[Any, ...], backend: str) -> Tensor:
     """Run a call: with its checks, or as one of its form was run before."""
     A_log, dt_bias = getattr(gate, "A_log", None), getattr(gate, "dt_bias", None)
-    key: tuple[object, ...] | None = None
-    if not torch.is_grad_enabled():
-        try:
-            forms = [x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (*tensors, A_log, dt_bias)]
-            key = (*forms, type(gate), getattr(gate, "lower_bound", None), *options, backend)
-            known = _known.get(key)
-        except (AttributeError, TypeError):
-            # Something is no tensor or no number: the checks will say what.
-            known = None
-        if known is not None:
-            name, decoder = known
-            dispatch.record(name)
-            return decoder(tensors, A_log, dt_bias)
+    form: _Form | None = None
+    try:
+        if not (torch.is_grad_enabled() and _wants_gradient(*tensors, A_log, dt_bias)):
+            arguments: Any = (
+                *[x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (*tensors, A_log, dt_bias)],
+                *(type(gate), getattr(gate, "lower_bound", None), *options, backend),
+            )
+            form = _form(*arguments)
+    except (AttributeError, TypeError):
+        pass  # something is no tensor or no number: the checks will say what
+    if form is not None and form.known is not None:
+        name, decoder = form.known
+        dispatch.record(name)
+        return decoder(tensors, A_log, dt_bias)
     call = check_decode(*tensors, gate, *options)
     name, module = dispatch.choose(call.problem, backend)
-    o = module.run_decode(call)
-    if key is not None and (new := module.decoder(call)) is not None:
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        _known[key] = name, new
+    o, new = module.run_decode(call)
+    if form is not None and new is not None:
+        form.known = name, new
     return o
 
 

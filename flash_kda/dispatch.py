@@ -29,11 +29,11 @@ class Backend(Protocol):
         Both may be strided; ``final_state`` may be the initial state itself. None means a new tensor.
         """
 
-    def run_decode(self, call: DecodeInputs) -> Tensor:
-        """Output ``[B, T, HV, V]`` of a decode call; its pool is updated. ``problem.op`` was ``"decode"``."""
+    def run_decode(self, call: DecodeInputs) -> tuple[Tensor, Decoder | None]:
+        """Output ``[B, T, HV, V]`` of a decode call, whose pool is updated; ``problem.op`` was ``"decode"``.
 
-    def decoder(self, call: DecodeInputs) -> Decoder | None:
-        """The call as a function of its tensors, if that spares the host work; otherwise None."""
+        And the call as a function of its tensors, for later ones of its form, if that spares host work.
+        """
 
 
 # In the order of preference. The reference is exact and slow: it runs only when asked for by name.

@@ -337,6 +337,13 @@ class DecodeInputs:
             grad=self.inputs.problem.grad or (torch.is_grad_enabled() and written),
         )
 
+    @property
+    def tensors(self) -> DecodeTensors:
+        """The call's tensors but for the gate's."""
+        x = self.inputs
+        rows = (x.q, x.k, x.v, x.g, x.beta, self.pool)
+        return (*rows, self.indices, self.num_accepted, self.has_initial_state, x.cu_seqlens, self.out)
+
 
 Maybe: TypeAlias = Tensor | None
 # q, k, v, g, beta, pool, indices, num_accepted, has_initial_state, cu_seqlens and out of a decode call.

@@ -40,8 +40,8 @@ def launch_checked(call: DecodeInputs, config: DecodeConfig | None, out: Tensor)
     out.fill_(torch.nan)
     if config is None:
         config = configure_decode(call.problem, DEVICE, call.inputs.state_layout)
-    plan = decode_launch.plan(call, config, out)
-    decode_launch.launch(plan, decode_launch.tensors_of(call), *gate_parameters(call.inputs.gate), out)
+    tensors = (*call.tensors[:-1], out, *gate_parameters(call.inputs.gate))
+    decode_launch.plan(call, config, out)(tensors)
     return out
 
 

@@ -60,7 +60,7 @@ def fake_fla() -> ModuleType:
         rows = [kwargs[name] for name in ("q", "k", "v", "g", "beta")]
         slots = (kwargs["ssm_state_indices"], kwargs["num_accepted_tokens"], None, kwargs["cu_seqlens"], None)
         call = check_decode(*rows, pool, *slots, gate, None, True, True, False, "vk", 0, True)
-        return reference.run_decode(call), pool
+        return reference.run_decode(call)[0], pool
 
     def fused_recurrent_kda(**kwargs: Any) -> Any:
         N = kwargs["q"].shape[0]

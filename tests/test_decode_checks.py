@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +150,7 @@ def test_explain_knows_decoding() -> None:
 
 
 class Remembering:
-    """A backend on the CPU that has a decoder; it counts what it is asked."""
+    """A backend on the CPU that knows calls again; it counts what it is asked."""
 
     def __init__(self) -> None:
         self.planned: list[Call] = []
@@ -157,20 +159,18 @@ class Remembering:
     def supports(self, problem: flash_kda.Problem) -> str | None:
         return None
 
-    def run_decode(self, call: Any) -> Tensor:
-        return torch.zeros_like(call.inputs.v)
-
-    def decoder(self, call: Any) -> Any:
+    def run_decode(self, call: Any) -> tuple[Tensor, Any]:
         self.planned.append(call)
-        return lambda *arguments: self.direct.append(arguments) or torch.ones(1)
+        return torch.zeros_like(call.inputs.v), lambda *arguments: self.direct.append(arguments) or torch.ones(1)
 
 
 @pytest.fixture
-def remembering(monkeypatch: pytest.MonkeyPatch) -> Remembering:
+def remembering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Remembering]:
     backend = Remembering()
     monkeypatch.setattr(dispatch, "load", lambda name: backend)
-    monkeypatch.setattr(decode, "_known", {})
-    return backend
+    decode._form.cache_clear()
+    yield backend
+    decode._form.cache_clear()
 
 
 @torch.no_grad()
@@ -237,19 +237,60 @@ def test_another_form_is_checked_anew(name: str, call: Call, remembering: Rememb
     assert len(remembering.planned) == 3
 
 
-def test_nothing_is_remembered_where_gradients_may_be_wanted(remembering: Remembering) -> None:
+@pytest.mark.parametrize("name", ["q", "g", "pool", "A_log", "dt_bias"])
+def test_a_gradient_is_seen_in_a_known_form(name: str, remembering: Remembering) -> None:
+    """With gradients enabled a form is remembered as well, but a call that wants one is checked, and not remembered."""
     for _ in range(2):
         flash_kda.kda_decode(**EACH.build(), backend="cpu")
-    assert not remembering.direct
-    assert not decode._known
+    assert len(remembering.planned) == len(remembering.direct) == 1
+    call = EACH.build()
+    if name in call:
+        call[name].requires_grad_()
+    else:
+        call["gate"] = replace(call["gate"], **{name: getattr(call["gate"], name).requires_grad_()})
+    for planned in (2, 3):
+        flash_kda.kda_decode(**call, backend="cpu")
+        assert len(remembering.planned) == planned
+        assert remembering.planned[-1].problem.grad
+    with torch.no_grad():
+        flash_kda.kda_decode(**call, backend="cpu")
+    assert len(remembering.direct) == 2
 
 
+def test_what_is_remembered_is_bounded() -> None:
+    assert decode._form.cache_info().maxsize == 4096
+
+
+# A right option, and one of another type that is equal to it.
+EQUAL_BUT_WRONG: tuple[tuple[str, Any, Any], ...] = (
+    ("qk_l2norm", True, 1),
+    ("beta_is_logit", True, 1.0),
+    ("allow_neg_eigval", False, 0),
+    ("write_states", True, 1),
+    ("pad_index", 1, True),
+    ("pad_index", -1, -1.0),
+    ("scale", 1.0, True),
+)
+
+
+@pytest.mark.parametrize("wrong_first", [True, False])
+@pytest.mark.parametrize(("name", "right", "wrong"), EQUAL_BUT_WRONG)
 @torch.no_grad()
-def test_what_is_remembered_is_bounded(remembering: Remembering, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "_MOST_KNOWN", 2)
-    for scale in (0.1, 0.2, 0.3, 0.4, 0.5):
-        flash_kda.kda_decode(**EACH.build() | {"scale": scale}, backend="cpu")
-        assert 1 <= len(decode._known) <= 2
+def test_an_equal_option_of_another_type_is_checked_anew(
+    name: str, right: Any, wrong: Any, wrong_first: bool, remembering: Remembering
+) -> None:
+    """1 == True: what one call has passed must not let another one pass, nor may a refusal refuse the right one."""
+
+    def refused() -> None:
+        with pytest.raises(TypeError, match=f"^{name}: "):
+            flash_kda.kda_decode(**EACH.build() | {name: wrong}, backend="cpu")
+
+    if wrong_first:
+        refused()
+    for _ in range(2):
+        flash_kda.kda_decode(**EACH.build() | {name: right}, backend="cpu")
+    refused()
+    assert len(remembering.planned) == len(remembering.direct) == 1
 
 
 @torch.no_grad()
@@ -265,7 +306,7 @@ def test_the_code_of_the_serving_guide_runs() -> None:
     """In its order, and it does what its comments say."""
     text = (Path(__file__).parents[1] / "docs" / "serving.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     names: dict[str, Any] = {}
     exec(blocks[0], names)
     assert names["pool"].flatten(1).any(1).nonzero().flatten().tolist() == [2, 5]
@@ -274,3 +315,6 @@ def test_the_code_of_the_serving_guide_runs() -> None:
     exec(blocks[1], names)
     assert names["pool"].flatten(1).any(1).all()
     assert not names["o"][1].count_nonzero()
+    kept = bits(names["pool"]).clone()
+    exec(blocks[2], names)
+    assert torch.equal(bits(names["pool"]), kept)

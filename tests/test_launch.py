@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases import Call, Case, inputs_of, oracle
 from compare import assert_outputs, assert_same_bits
+from jitted import STREAM, Compiled, Jitted
 from torch import Tensor
 
 import flash_kda
@@ -26,45 +27,6 @@ from flash_kda.backends.triton import forward, launch
 from flash_kda.backends.triton.launch import Launch, Plan
 
 H200 = Device(90, 132, 232448, 233472)
-STREAM = 7
-
-
-class Compiled:
-    """What a plan uses of a compiled kernel; ``direct`` gets its key and the arguments of every launch past Triton."""
-
-    packed_metadata = ("packed",)
-
-    def __init__(self, key: Any, direct: list[Any], *, scratch: int = 0) -> None:
-        def run(*arguments: Any) -> None:
-            direct.append((key, arguments))
-
-        self.function = key
-        self.run = mock.Mock(side_effect=run, global_scratch_size=scratch, profile_scratch_size=0)
-        self.run.launch_cooperative_grid, self.run.launch_pdl = "cooperative", "pdl"
-        self.run.launch.side_effect = run
-
-
-class Jitted:
-    """A jitted function that compiles by ``compile`` and records launches: through Triton, and past it.
-
-    The key of a compiled kernel is all that Triton could compile for: values, options, and what tensors look like.
-    """
-
-    def __init__(self, *names: str, compile: Any = Compiled) -> None:
-        self.arg_names = list(names)
-        self.compile = compile
-        self.by_triton: list[tuple[Any, ...]] = []
-        self.keys: list[Any] = []
-        self.direct: list[tuple[Any, ...]] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def call(*arguments: Any, **options: Any) -> Any:
-            self.by_triton.append((grid, arguments, options))
-            seen = [(x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else x for x in arguments]
-            self.keys.append((tuple(seen), tuple(options.items())))
-            return self.compile(self.keys[-1], self.direct)
-
-        return call
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +96,22 @@ def test_later_launches_are_direct() -> None:
     fixed = (key, "cooperative", "pdl", None, None, ("packed",), None, None, None)
     pointers = (start + launch.ALIGNMENT, x.data_ptr(), x.data_ptr(), y.data_ptr(), x.data_ptr(), start)
     assert arguments == (5, 1, 1, STREAM, *fixed, *pointers, 2, 1)
+
+
+@pytest.mark.parametrize("scratch", [{}, {"none": (0, torch.int8)}], ids=["none", "empty"])
+def test_no_memory_is_allocated_for_no_scratch(scratch: launch.Scratch) -> None:
+    """The first tensor stands in for a piece without elements, at the first launch and at later ones."""
+    f = Jitted("p_x", "p_y", *(f"p_{name}" for name in scratch), "A")
+    plan = Plan(CPU, ("x", "y"), scratch, [Launch(f, 5, {"A": 1}, {})])
+    x, y, _ = tensors()
+    with mock.patch.object(torch, "empty", side_effect=AssertionError("allocated")):
+        plan((x, y))
+        plan((x, y))
+    given = [x, y, *(x for _ in scratch)]
+    ((_, (*passed, _), _),) = f.by_triton
+    assert all(a is b for a, b in zip(passed, given, strict=True))
+    ((_, arguments),) = f.direct
+    assert arguments[-len(given) - 1 :] == (*(z.data_ptr() for z in given), 1)
 
 
 def test_launches_keep_their_order() -> None:

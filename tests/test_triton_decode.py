@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import interpreted_decode
@@ -23,12 +26,19 @@ import torch
 from cases import Call, Case, Target
 from compare import assert_same_bits
 from decoding import BASE, CASES, PACKED, ROWS, DecodeCase, check, parameters, run
+from jitted import STREAM, Jitted
+from test_decode import first_rows
+from test_decode_checks import EACH, other_forms
 from test_triton import DEVICES, meta_inputs, source_of
 from torch import Tensor
 
 import flash_kda
+from flash_kda import decode
 from flash_kda.backends.triton.config import DecodeConfig, Device, configure_decode
 from flash_kda.types import DecodeInputs, Problem, gate_parameters
+
+if TYPE_CHECKING:
+    from flash_kda.backends.triton.launch import Launch
 
 # The interpreter.
 
@@ -157,16 +167,14 @@ def meta_call(build: Build) -> DecodeInputs:
     )
 
 
-def launched(call: DecodeInputs, config: DecodeConfig) -> tuple[Any, ...]:
-    """The arguments of ``run`` of a call."""
+def described(call: DecodeInputs, config: DecodeConfig) -> tuple[dict[str, torch.dtype], Launch]:
+    """The launch of a call, and the dtypes of all that it is passed, by name."""
     from flash_kda.backends.triton import decode_launch
 
-    out = torch.empty_like(call.inputs.v)
-    plan = decode_launch.plan(call, config, out)
-    with mock.patch.object(decode_launch, "run") as run:
-        decode_launch.launch(plan, decode_launch.tensors_of(call), *gate_parameters(call.inputs.gate), out)
-    arguments: tuple[Any, ...] = run.call_args.args
-    return arguments
+    (launch,) = decode_launch.plan(call, config, torch.empty_like(call.inputs.v)).launches
+    tensors = (*call.tensors, *gate_parameters(call.inputs.gate))
+    given = zip(decode_launch.TENSORS, tensors, strict=True)
+    return {name: call.inputs.q.dtype if x is None else x.dtype for name, x in given}, launch
 
 
 def compile_one(build: Build) -> Built:
@@ -174,11 +182,10 @@ def compile_one(build: Build) -> Built:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    kernel, _, tensors, strides, numbers, constants, warps = launched(meta_call(build), build.config)
-    source = source_of(kernel, (*tensors, *strides, *numbers), constants)
+    dtypes, launch = described(meta_call(build), build.config)
+    target = GPUTarget("cuda", build.capability, 32)
     try:
-        target = GPUTarget("cuda", build.capability, 32)
-        compiled = triton.compile(source, target=target, options={"num_warps": warps})
+        compiled = triton.compile(source_of(launch, dtypes), target=target, options=dict(launch.options))
     except Exception as error:
         return Built(error=f"{type(error).__name__}: {error}")
     with tempfile.TemporaryDirectory() as folder:
@@ -283,24 +290,119 @@ def test_few_rows_use_every_multiprocessor() -> None:
 
 
 @pytest.mark.parametrize("build", builds()[:2] + builds()[-2:], ids=str)
-def test_arguments_fit_the_signature(build: Build) -> None:
+def test_every_parameter_has_what_it_needs(build: Build) -> None:
     pytest.importorskip("triton")
-    kernel, programs, tensors, strides, numbers, constants, _ = launched(meta_call(build), build.config)
-    names = kernel.arg_names
-    assert all(name.startswith("p_") for name in names[: len(tensors)])
-    assert sorted(names[len(tensors) + len(strides) + len(numbers) :]) == sorted(constants)
-    free = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
-    assert set(names[len(tensors) + len(strides) :]) - set(constants) == free
+    dtypes, launch = described(meta_call(build), build.config)
+    names = launch.kernel.arg_names
+    assert set(launch.tensors) == set(dtypes)
+    assert [f"p_{name}" for name in launch.tensors] == names[: len(dtypes)], "tensors come first"
+    assert set(names[len(dtypes) :]) <= set(launch.values)
+    for parameter in launch.kernel.params[len(dtypes) :]:
+        # Strides are integers that Triton may specialise on; of other numbers it must not.
+        is_stride = re.fullmatch("[a-zS]+_[bthn]", parameter.name) is not None
+        assert parameter.is_constexpr or is_stride != parameter.do_not_specialize
+        assert not is_stride or type(launch.values[parameter.name]) is int
     p = build.problem
-    assert programs == (p.N or p.B) * p.H * -(-p.V // build.config.BV)
+    assert launch.programs == (p.N or p.B) * p.H * -(-p.V // build.config.BV)
 
 
 def test_batch_strides_of_one_row_do_not_matter() -> None:
-    """Packed calls of any number of tokens are one signature, and so are a row alone and a row cut out of many."""
+    """Packed calls of any number of tokens compile one kernel, and so do a row alone and a row cut out of many."""
+    pytest.importorskip("triton")
     build = next(build for build in builds() if build.problem.packed)
     longer = replace(build, problem=replace(build.problem, T=600))
-    (*_, a, _, _, _), (*_, b, _, _, _) = (launched(meta_call(x), build.config) for x in (build, longer))
-    assert a == b
+    (_, a), (_, b) = (described(meta_call(x), build.config) for x in (build, longer))
+    assert a.values["T"] != b.values["T"]
+    assert {**a.values, "T": 600} == b.values
+
+
+@pytest.fixture
+def jitted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Jitted]:
+    """In place of the kernel, with its parameters; tensors on the CPU are launched, and no form is known."""
+    pytest.importorskip("triton")
+    from flash_kda.backends import triton as backend
+    from flash_kda.backends.triton import decode_launch, launch
+
+    found = Jitted(*decode_launch.kernels.decode.arg_names)
+    monkeypatch.setattr(decode_launch.kernels, "decode", found)
+    active = SimpleNamespace(get_current_stream=lambda index: STREAM)
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launch.triton, "__version__", "3.6.0")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(backend, "supports", lambda problem: None)
+    monkeypatch.setattr(decode_launch, "device_facts", lambda index: DEVICES[90])
+    decode._form.cache_clear()
+    yield found
+    decode._form.cache_clear()
+
+
+@torch.no_grad()
+def test_a_known_form_is_launched_directly(jitted: Jitted) -> None:
+    """With its own tensors; what is absent is stood in for, and the output is all that is allocated."""
+    case = DecodeCase(PACKED.but(lengths=(1, 2)), known=True)
+    calls = [case.build() for _ in range(3)]
+    for call in calls:
+        with mock.patch.object(torch, "empty", wraps=torch.empty) as empty:
+            o = flash_kda.kda_decode(**call, backend="triton")
+    assert len(jitted.by_triton) == 1
+    assert empty.call_count == 1
+    key, arguments = jitted.direct[-1]
+    assert key == jitted.keys[0]
+    x, gate = calls[-1], calls[-1]["gate"]
+    given = [*(x[name] for name in ROWS), gate.A_log, gate.dt_bias, x["cu_seqlens"], x["pool"], x["indices"]]
+    pointers = [t.data_ptr() for t in (*given, x["q"], x["has_initial_state"], o)]
+    values = [value for value in jitted.by_triton[0][1] if not isinstance(value, Tensor)]
+    assert list(arguments[-len(pointers) - len(values) :]) == [*pointers, *values]
+    assert arguments[:4] == (*jitted.by_triton[0][0], 1, 1, STREAM)
+
+
+@pytest.mark.parametrize(("name", "other"), other_forms(), ids=[name for name, _ in other_forms()])
+@torch.no_grad()
+def test_what_differs_shares_no_launch(name: str, other: Call, jitted: Jitted) -> None:
+    for _ in range(3):
+        for call in (EACH.build(), other):
+            flash_kda.kda_decode(**call, backend="triton")
+    assert len(jitted.by_triton) == 2
+    assert [key for key, _ in jitted.direct] == jitted.keys * 2
+    for (_, direct), (_, given, _) in zip(jitted.direct, jitted.by_triton * 2, strict=True):
+        values = tuple(value for value in given if not isinstance(value, Tensor))
+        assert direct[-len(values) :] == values
+
+
+@torch.no_grad()
+def test_gate_parameters_reach_the_kernel_dense_in_float32(jitted: Jitted) -> None:
+    """The checks admit float64 and strides, in every call of the form."""
+    call = DecodeCase().build()
+    gate = call["gate"]
+    wide = flash_kda.LowerBoundGate(gate.A_log.double(), gate.dt_bias.t().contiguous().t())
+    seen: list[tuple[Tensor, Tensor]] = []
+    jitted.compile = lambda *_: None
+    for _ in range(3):
+        flash_kda.kda_decode(**call | {"gate": wide}, backend="triton")
+        given = dict(zip(jitted.arg_names, jitted.by_triton[-1][1], strict=True))
+        seen.append((given["p_A_log"], given["p_dt_bias"]))
+    for A_log, dt_bias in seen:
+        assert_same_bits(A_log, gate.A_log, "A_log")
+        assert_same_bits(dt_bias, gate.dt_bias, "dt_bias")
+        assert dt_bias.is_contiguous()
+
+
+@pytest.mark.parametrize("rows", [BASE.but(B=0), BASE.but(T=0)], ids=str)
+@torch.no_grad()
+def test_nothing_is_launched_for_nothing(rows: Case, jitted: Jitted) -> None:
+    for _ in range(2):
+        assert not run(Target("triton"), DecodeCase(rows).build()).numel()
+    assert not jitted.by_triton
+
+
+@torch.no_grad()
+def test_both_zeros_are_one_scale(jitted: Jitted) -> None:
+    """They are equal, so they are one form; what is launched does not depend on which came first."""
+    for scale in (-0.0, 0.0):
+        flash_kda.kda_decode(**EACH.build() | {"scale": scale}, backend="triton")
+    given = dict(zip(jitted.arg_names, jitted.by_triton[0][1], strict=True))
+    assert math.copysign(1.0, given["scale"]) == 1.0
+    assert len(jitted.direct) == 1
 
 
 # On a GPU.
@@ -352,16 +454,13 @@ def test_replay_is_eager(case: DecodeCase) -> None:
 @gpu
 @pytest.mark.parametrize("case", parameters(CASES[::2]))
 @torch.no_grad()
-def test_a_known_form_gives_the_bits_of_a_checked_call(case: DecodeCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flash_kda import decode
-
+def test_a_known_form_gives_the_bits_of_a_checked_call(case: DecodeCase) -> None:
     first, second, other = (replace(case, seed=seed).build("cuda") for seed in (0, 0, 1))
-    monkeypatch.setattr(decode, "_known", {})
+    decode._form.cache_clear()
     o = run(TRITON, first)
-    assert len(decode._known) == 1
     run(TRITON, other)
     assert_same_bits(run(TRITON, second), o, "o")
-    assert len(decode._known) == 1
+    assert decode._form.cache_info().currsize == 1
     assert_same_bits(second["pool"], first["pool"], "pool")
 
 
@@ -395,6 +494,37 @@ def test_no_wait_no_allocation_no_compilation(index: str, grad: bool) -> None:
             torch.cuda.set_sync_debug_mode("default")
     assert o.shape == calls[0]["v"].shape
     assert kernels_compiled() == compiled
+
+
+@gpu
+@pytest.mark.parametrize("index", ["one", "each"])
+@torch.inference_mode()
+def test_padding_rows_compile_what_serving_needs(index: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After calls that touch nothing, no number of rows has Triton compile a kernel again, whatever slots there are."""
+    import triton
+
+    from flash_kda.backends.triton import decode as kernels
+
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what["repr"]))
+    monkeypatch.setattr(kernels.decode, "device_caches", defaultdict(kernels.decode.create_binder))
+    decode._form.cache_clear()
+    rows = 50
+    case = DecodeCase(Case(B=rows, T=3, H=12, K=128, V=128, dtype="bfloat16"), index=index, known=True)
+    buffers = case.build("cuda")
+    before = buffers["pool"].clone()
+    for n in range(1, rows + 1):
+        nobody = torch.full_like(buffers["indices"][:n], -1)
+        o = run(TRITON, first_rows(buffers, slice(n)) | {"indices": nobody})
+        assert not o.count_nonzero()
+    assert_same_bits(buffers["pool"], before, "pool")
+    assert compiled, "the hook is not called"
+    compiled.clear()
+    for n in range(1, rows + 1):
+        other = replace(case, seed=n, rows=case.rows.but(seed=n)).build("cuda")
+        other["pool"] = torch.cat([other["pool"], other["pool"][:n]])
+        run(TRITON, first_rows(other, slice(n)))
+    assert not compiled
 
 
 @gpu

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flash_kda.backends.stepwise import decode_stepwise, no_gradient
 from flash_kda.reference import kda_recurrent
-from flash_kda.types import DecodeInputs, Decoder, Inputs, Problem
+from flash_kda.types import DecodeInputs, Inputs, Problem
 
 
 def supports(problem: Problem) -> str | None:
@@ -20,14 +20,9 @@ def run(inputs: Inputs, out: Tensor | None = None, final_state: Tensor | None = 
     return deliver(*kda_recurrent(inputs, torch.float64), out, final_state)
 
 
-def run_decode(call: DecodeInputs) -> Tensor:
+def run_decode(call: DecodeInputs) -> tuple[Tensor, None]:
     """Token by token; states are float64 inside and rounded when they are stored."""
-    return decode_stepwise(call, run, torch.float64)
-
-
-def decoder(call: DecodeInputs) -> Decoder | None:
-    """Nothing to spare: the values of every call are read and checked."""
-    return None
+    return decode_stepwise(call, run, torch.float64), None
 
 
 def deliver(

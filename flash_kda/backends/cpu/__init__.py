@@ -9,7 +9,7 @@ from flash_kda.backends.cpu.autograd import run_with_grad
 from flash_kda.backends.cpu.kernel import compute_dtype, forward, states_out
 from flash_kda.backends.reference import deliver
 from flash_kda.backends.stepwise import decode_stepwise, no_gradient
-from flash_kda.types import DecodeInputs, Decoder, Inputs, Problem
+from flash_kda.types import DecodeInputs, Inputs, Problem
 
 
 def supports(problem: Problem) -> str | None:
@@ -28,11 +28,9 @@ def run(inputs: Inputs, out: Tensor | None = None, final_state: Tensor | None = 
     return deliver(o, S if inputs.output_final_state else None, out, final_state)
 
 
-def run_decode(call: DecodeInputs) -> Tensor:
-    """Token by token; states have the dtype of computation inside and are rounded when they are stored."""
-    return decode_stepwise(call, run, compute_dtype(call.inputs))
+def run_decode(call: DecodeInputs) -> tuple[Tensor, None]:
+    """Token by token; states have the dtype of computation inside and are rounded when they are stored.
 
-
-def decoder(call: DecodeInputs) -> Decoder | None:
-    """Nothing to spare: the values of every call are read and checked."""
-    return None
+    Nothing is kept for later calls: the values of every call are read and checked.
+    """
+    return decode_stepwise(call, run, compute_dtype(call.inputs)), None

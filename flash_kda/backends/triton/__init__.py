@@ -47,15 +47,8 @@ def _forward() -> Callable[[Inputs, Tensor | None, Tensor | None], tuple[Tensor,
     return forward
 
 
-def run_decode(call: DecodeInputs) -> Tensor:
-    """Output in v's dtype; one launch, float32 arithmetic."""
+def run_decode(call: DecodeInputs) -> tuple[Tensor, Decoder]:
+    """Output in v's dtype by one launch, float32 arithmetic; and the launch with all but its tensors worked out."""
     from flash_kda.backends.triton.decode_launch import run_decode
 
     return run_decode(call)
-
-
-def decoder(call: DecodeInputs) -> Decoder:
-    """The launch with all but its tensors worked out."""
-    from flash_kda.backends.triton.decode_launch import decoder
-
-    return decoder(call)

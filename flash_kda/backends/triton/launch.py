@@ -170,7 +170,7 @@ class Plan:
     Args:
         device: where the tensors are.
         tensors: names of what a call passes: tensors, and None where no call has one.
-        scratch: allocated anew by every call.
+        scratch: allocated anew by every call, in one piece; nothing is allocated for none.
         launches: in order.
     """
 
@@ -190,10 +190,12 @@ class Plan:
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> None:
         """Launch on the current stream of the device, which must be the current device."""
-        memory = torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
-        start = memory.data_ptr()
         pointers = [0 if x is None else x.data_ptr() for x in tensors]
-        pointers += [start + offset for offset in self.offsets]
+        memory = None
+        if self.bytes:
+            memory = torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
+            start = memory.data_ptr()
+            pointers += [start + offset for offset in self.offsets]
         aligned = tuple([pointer % 16 == 0 for pointer in pointers])
         steps = self._steps.get(aligned)
         if steps is None or _hooked():
@@ -204,11 +206,16 @@ class Plan:
             operands = [x for position, encode in matrices for x in encode(pointers[position])]
             run(programs, 1, 1, stream, *fixed, *operands, *pick(pointers), *arguments)
 
-    def _launch_by_triton(self, tensors: Sequence[Tensor | None], memory: Tensor, aligned: tuple[bool, ...]) -> None:
+    def _launch_by_triton(
+        self, tensors: Sequence[Tensor | None], memory: Tensor | None, aligned: tuple[bool, ...]
+    ) -> None:
         """Launch as Triton does, which compiles where it must, and keep what it chose for the next call."""
         sizes = [(elements * dtype.itemsize, dtype) for elements, dtype in self.scratch.values()]
-        pieces = [memory[at : at + n].view(dtype) for at, (n, dtype) in zip(self.offsets, sizes, strict=True)]
-        given = [*tensors, *(x if x.numel() else None for x in pieces)]
+        pieces = [
+            memory[at : at + n].view(dtype) if memory is not None and n else None
+            for at, (n, dtype) in zip(self.offsets, sizes, strict=True)
+        ]
+        given = [*tensors, *pieces]
         steps = []
         for launch in self.launches:
             positions = [self._position[name] for name in launch.tensors]
