@@ -96,9 +96,9 @@ def test_a_backend_that_cannot_be_imported_says_so(monkeypatch: pytest.MonkeyPat
 def test_problem_of_a_call() -> None:
     case = Case(lengths=(3, 0, 4), tail=2, H=2, HV=4, K=3, V=5, gate="softplus", dtype="bfloat16")
     call = case.build()
-    expected = flash_kda.Problem(
-        B=1, T=9, H=2, K=3, V=5, HV=4, N=3, dtype=torch.bfloat16, gate="softplus", packed=True, device="cpu"
-    )
+    shape = {"B": 1, "T": 9, "H": 2, "K": 3, "V": 5, "HV": 4, "N": 3}
+    options = {"gate": "softplus", "packed": True, "device": "cpu", "copyable": False}
+    expected = flash_kda.Problem(**shape, dtype=torch.bfloat16, **options)
     assert flash_kda.Problem.of(inputs_of(call)) == expected
     for name in ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"):
         taped, _ = leaves(call, (name,))

@@ -289,7 +289,9 @@ def test_results(case: Case, cut: bool) -> None:
     call = bfloat16(case, "cuda")
     o, state = run(call)
     expected, expected_state = oracle(call)
-    assert_outputs(o, expected, call, TOLERANCE)
+    # A block of few rows may be as far off as the other kernels of this precision are.
+    baseline, _ = flash_kda.kda(**call, backend="triton")
+    assert_outputs(o, expected, call, TOLERANCE, baseline=baseline)
     if state is not None:
         assert_states(state, expected_state, TOLERANCE)
 

@@ -151,7 +151,7 @@ def plan(call: Signature, out: Written, final: Written | None) -> Plan:
 Planner: TypeAlias = Callable[[Signature, Written, Written | None], Plan]
 
 
-def launch(inputs: Inputs, out: Tensor, final: Tensor | None, planner: Planner) -> None:
+def launch(inputs: Inputs, out: Tensor, final: Tensor | None, planner: Planner = plan) -> None:
     """Write the output and, if given, the final state. T and N are at least 1."""
     A_log, dt_bias = gate_parameters(inputs.gate)
     cu = inputs.cu_seqlens

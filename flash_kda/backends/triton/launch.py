@@ -136,7 +136,7 @@ def _is_known() -> bool:
     return str(triton.__version__).startswith("3.6.")
 
 
-def _runner(compiled: Any) -> tuple[Callable[..., object], tuple[Any, ...]] | None:
+def _runner(compiled: Any, has_matrices: bool) -> tuple[Callable[..., object], tuple[Any, ...]] | None:
     """``run`` and ``fixed`` of a compiled kernel's step; None from the interpreter and from an unknown Triton."""
     try:
         run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
@@ -147,7 +147,7 @@ def _runner(compiled: Any) -> tuple[Callable[..., object], tuple[Any, ...]] | No
         # All that is left of the launcher's Python part for a kernel that asks for no memory of Triton's own.
         settings = (run.launch_cooperative_grid, run.launch_pdl)
         launch = run.launch
-        if getattr(compiled.metadata, "tensordesc_meta", None):
+        if has_matrices:
             # Its wrapper would make every descriptor anew.
             launch = inspect.getclosurevars(launch).nonlocals["launcher"]
         return launch, (function, *settings, None, None, metadata, *no_hooks)
@@ -224,8 +224,8 @@ class Plan:
             sources = [self._position[x.tensor] for x in launch.operands]
             operands = [_descriptor(x, given[i]) for x, i in zip(launch.operands, sources, strict=True)]
             compiled = launch.kernel[(launch.programs,)](*operands, *pick(given), *arguments, **launch.options)
-            if (runner := _runner(compiled)) is not None and (not operands or _is_known()):
-                described = getattr(compiled.metadata, "tensordesc_meta", None) or []
+            if (runner := _runner(compiled, bool(operands))) is not None and (not operands or _is_known()):
+                described = compiled.metadata.tensordesc_meta if operands else []
                 encoders = [_encoder(x, y) for x, y in zip(launch.operands, described, strict=True)]
                 matrices = list(zip(sources, encoders, strict=True))
                 steps.append(_Step(runner[0], launch.programs, runner[1], matrices, pick, arguments))
