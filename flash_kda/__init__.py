@@ -11,12 +11,14 @@ from flash_kda.api import kda
 from flash_kda.compat.flashkda import fwd, get_workspace_size
 from flash_kda.decode import kda_decode
 from flash_kda.dispatch import BACKENDS, Explanation, explain, record_backends
-from flash_kda.types import Gate, LogGate, LowerBoundGate, Problem, SoftplusGate
+from flash_kda.prefill import kda_prefill
+from flash_kda.types import Checkpoints, Gate, LogGate, LowerBoundGate, Problem, SoftplusGate
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BACKENDS",
+    "Checkpoints",
     "Explanation",
     "Gate",
     "LogGate",
@@ -29,5 +31,6 @@ __all__ = [
     "get_workspace_size",
     "kda",
     "kda_decode",
+    "kda_prefill",
     "record_backends",
 ]

@@ -15,7 +15,7 @@ MOST_TOKENS = 16
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
-def _check_tensor(name: str, x: object, allowed: tuple[torch.dtype, ...], q: Tensor) -> None:
+def check_tensor(name: str, x: object, allowed: tuple[torch.dtype, ...], q: Tensor) -> None:
     """Check that an argument is a tensor of one of some dtypes, where q is."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
@@ -33,18 +33,23 @@ def _check_dense_last(name: str, x: Tensor) -> None:
         )
 
 
+def check_states(name: str, x: Tensor, inputs: Inputs, first: str) -> None:
+    """Check a tensor of states that is written; ``first`` is the letter of its first dimension."""
+    letters = f"[{first}, HV, V, K]" if inputs.state_layout == "vk" else f"[{first}, HV, K, V]"
+    expected = inputs.state_shape[1:]
+    if x.ndim != 4 or tuple(x.shape[1:]) != expected:
+        raise ValueError(
+            f"{name}: got shape {tuple(x.shape)}, expected {letters} with {expected} after the first dimension"
+        )
+    _check_dense_last(name, x)
+    if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
+        raise ValueError(f"{name}: got strides {x.stride()}, expected states that do not share memory")
+
+
 def check_pool(pool: Tensor, inputs: Inputs) -> None:
     """Check the pool against the rows."""
-    _check_tensor("pool", pool, STATE_DTYPES, inputs.q)
-    letters = "[slots, HV, V, K]" if inputs.state_layout == "vk" else "[slots, HV, K, V]"
-    expected = inputs.state_shape[1:]
-    if pool.ndim != 4 or tuple(pool.shape[1:]) != expected:
-        raise ValueError(
-            f"pool: got shape {tuple(pool.shape)}, expected {letters} with {expected} after the first dimension"
-        )
-    _check_dense_last("pool", pool)
-    if any(size > 1 and stride == 0 for size, stride in zip(pool.shape, pool.stride(), strict=True)):
-        raise ValueError(f"pool: got strides {pool.stride()}, expected states that do not share memory")
+    check_tensor("pool", pool, STATE_DTYPES, inputs.q)
+    check_states("pool", pool, inputs, "slots")
 
 
 def check_indices(indices: Tensor | None, pool: Tensor, inputs: Inputs) -> None:
@@ -54,7 +59,7 @@ def check_indices(indices: Tensor | None, pool: Tensor, inputs: Inputs) -> None:
         if pool.shape[0] < N:
             raise ValueError(f"pool: got {pool.shape[0]} slots, expected one for each of N = {N} rows without indices")
         return
-    _check_tensor("indices", indices, INDEX_DTYPES, inputs.q)
+    check_tensor("indices", indices, INDEX_DTYPES, inputs.q)
     if indices.ndim not in (1, 2) or indices.shape[0] != N:
         raise ValueError(f"indices: got shape {tuple(indices.shape)}, expected [N] or [N, W] with N = {N}")
 
@@ -79,15 +84,35 @@ def check_lengths(inputs: Inputs, indices: Tensor | None) -> None:
 
 def check_row_values(name: str, x: Tensor, allowed: tuple[torch.dtype, ...], inputs: Inputs) -> None:
     """Check one value per row."""
-    _check_tensor(name, x, allowed, inputs.q)
+    check_tensor(name, x, allowed, inputs.q)
     if tuple(x.shape) != (inputs.num_sequences,):
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected [N] = {(inputs.num_sequences,)}")
+
+
+def check_known(has_initial_state: Tensor | None, inputs: Inputs) -> None:
+    """Check which rows have a state."""
+    if has_initial_state is not None:
+        check_row_values("has_initial_state", has_initial_state, (torch.bool,), inputs)
+
+
+def check_pad_index(pad_index: int) -> None:
+    """Check the index of padding, which kernels take with 32 bits."""
+    if isinstance(pad_index, bool) or not isinstance(pad_index, int):
+        raise TypeError(f"pad_index: got {pad_index!r}, expected an int")
+    if not -(2**31) <= pad_index < 2**31:
+        raise ValueError(f"pad_index: got {pad_index}, expected an int of 32 bits")
+
+
+def check_flag(name: str, flag: bool) -> None:
+    """Check an option that is on or off."""
+    if not isinstance(flag, bool):
+        raise TypeError(f"{name}: got {flag!r}, expected True or False")
 
 
 def check_out(out: Tensor, inputs: Inputs) -> None:
     """Check the caller's tensor for the output."""
     v = inputs.v
-    _check_tensor("out", out, (v.dtype,), v)
+    check_tensor("out", out, (v.dtype,), v)
     if out.shape != v.shape:
         raise ValueError(f"out: got shape {tuple(out.shape)}, expected [B, T, HV, V] = {tuple(v.shape)}")
     _check_dense_last("out", out)
@@ -138,14 +163,9 @@ def check_decode(
         check_row_values("num_accepted", num_accepted, INDEX_DTYPES, inputs)
         if indices is None or indices.ndim != 2:
             raise ValueError("num_accepted: got a tensor, expected None unless indices are [N, W], one slot per token")
-    if has_initial_state is not None:
-        check_row_values("has_initial_state", has_initial_state, (torch.bool,), inputs)
-    if isinstance(pad_index, bool) or not isinstance(pad_index, int):
-        raise TypeError(f"pad_index: got {pad_index!r}, expected an int")
-    if not -(2**31) <= pad_index < 2**31:
-        raise ValueError(f"pad_index: got {pad_index}, expected an int of 32 bits")
-    if not isinstance(write_states, bool):
-        raise TypeError(f"write_states: got {write_states!r}, expected True or False")
+    check_known(has_initial_state, inputs)
+    check_pad_index(pad_index)
+    check_flag("write_states", write_states)
     if out is not None:
         check_out(out, inputs)
     return DecodeInputs(inputs, pool, indices, num_accepted, has_initial_state, pad_index, write_states, out)

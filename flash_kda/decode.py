@@ -17,15 +17,14 @@ none is an error, on any backend. A row without tokens writes nothing.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_kda import dispatch, ops
+from flash_kda import forms, ops
 from flash_kda.checks_decode import check_decode
-from flash_kda.types import Decoder, DecodeTensors, Gate, LowerBoundGate, StateLayout, gate_parameters
+from flash_kda.types import DecodeTensors, Gate, LowerBoundGate, StateLayout, gate_parameters
 
 
 def kda_decode(
@@ -86,50 +85,17 @@ def kda_decode(
     return run(tensors, gate, options, backend)
 
 
-class _Form:
-    """Calls that want no gradient and differ in nothing that the checks look at but the values of tensors.
-
-    Attributes:
-        known: the backend's name and how such calls are run, once one of them has passed the checks.
-    """
-
-    known: tuple[str, Decoder] | None = None
-
-
-# Serving meets few forms. Typed: an option that is 1 and not True is another.
-@lru_cache(maxsize=4096, typed=True)
-def _form(*_: Any) -> _Form:
-    """The form of calls with these tensors (all but their data), gate, options and backend."""
-    return _Form()
-
-
-def _wants_gradient(*tensors: Tensor | None) -> bool:
-    return any(x is not None and x.requires_grad for x in tensors)
-
-
 def _decode(tensors: DecodeTensors, gate: Gate, options: tuple[Any, ...], backend: str) -> Tensor:
-    """Run a call: with its checks, or as one of its form was run before."""
-    A_log, dt_bias = getattr(gate, "A_log", None), getattr(gate, "dt_bias", None)
-    form: _Form | None = None
-    try:
-        if not (torch.is_grad_enabled() and _wants_gradient(*tensors, A_log, dt_bias)):
-            arguments: Any = (
-                *[x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (*tensors, A_log, dt_bias)],
-                *(type(gate), getattr(gate, "lower_bound", None), *options, backend),
-            )
-            form = _form(*arguments)
-    except (AttributeError, TypeError):
-        pass  # something is no tensor or no number: the checks will say what
-    if form is not None and form.known is not None:
-        name, decoder = form.known
-        dispatch.record(name)
-        return decoder(tensors, A_log, dt_bias)
-    call = check_decode(*tensors, gate, *options)
-    name, module = dispatch.choose(call.problem, backend)
-    o, new = module.run_decode(call)
-    if form is not None and new is not None:
-        form.known = name, new
-    return o
+    """Run a call."""
+    return forms.run(
+        ("decode",),
+        tensors,
+        gate,
+        options,
+        backend,
+        lambda: check_decode(*tensors, gate, *options),
+        lambda module, call: module.run_decode(call),
+    )
 
 
 @torch.library.custom_op("flash_kda::decode", mutates_args=("pool",))

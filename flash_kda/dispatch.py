@@ -12,7 +12,7 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from flash_kda.types import DecodeInputs, Decoder, Inputs, Problem
+from flash_kda.types import DecodeInputs, Decoder, Inputs, Prefiller, PrefillInputs, Problem
 
 
 class Backend(Protocol):
@@ -34,6 +34,9 @@ class Backend(Protocol):
 
         And the call as a function of its tensors, for later ones of its form, if that spares host work.
         """
+
+    def run_prefill(self, call: PrefillInputs) -> tuple[Tensor, Prefiller | None]:
+        """As ``run_decode``, of a prefill call; ``problem.op`` was ``"prefill"``."""
 
 
 # In the order of preference. The reference is exact and slow: it runs only when asked for by name.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 StateLayout: TypeAlias = Literal["vk", "kv"]
 GateKind: TypeAlias = Literal["lower_bound", "softplus", "log"]
-Op: TypeAlias = Literal["forward", "decode"]
+Op: TypeAlias = Literal["forward", "decode", "prefill"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +84,9 @@ class Problem:
         qk_l2norm, beta_is_logit: as for :func:`flash_kda.kda`.
         copyable: whether hardware can copy blocks of q, k, v and g: one dtype, heads side by side, tokens evenly spaced
             by multiples of 16 bytes.
-        op: ``"forward"`` for :func:`flash_kda.kda`, ``"decode"`` for :func:`flash_kda.kda_decode`.
+        op: ``"forward"`` for :func:`flash_kda.kda`, ``"decode"`` for :func:`flash_kda.kda_decode`, ``"prefill"`` for
+            :func:`flash_kda.kda_prefill`.
+        checkpoints: whether states inside of sequences are kept (``"prefill"`` alone).
     """
 
     B: int = 1
@@ -104,6 +106,7 @@ class Problem:
     beta_is_logit: bool = True
     copyable: bool = True
     op: Op = "forward"
+    checkpoints: bool = False
 
     @staticmethod
     def of(inputs: Inputs) -> Problem:
@@ -345,8 +348,92 @@ class DecodeInputs:
         return (*rows, self.indices, self.num_accepted, self.has_initial_state, x.cu_seqlens, self.out)
 
 
+@dataclass(frozen=True, eq=False)
+class Checkpoints:
+    """Which states inside of sequences :func:`flash_kda.kda_prefill` keeps, and where they go.
+
+    Sequence n has the entries ``cu_offsets[n]`` to ``cu_offsets[n + 1] - 1``, any number of them; entry i asks for the
+    state after the first ``offsets[i]`` tokens of its sequence. Any offset will do; a multiple of 32 costs the least.
+
+    Args:
+        offsets: ``[M]`` int32 or int64. An offset that is not in 1..length is no checkpoint, on any backend: nothing is
+            kept for its entry. The others must increase within a sequence. On the CPU those that do not are an error;
+            on a GPU, which the host does not read, an offset that is not larger than all before it is no checkpoint.
+        cu_offsets: ``[N + 1]`` int32 or int64: 0, and then where the entries of each sequence end, not decreasing and
+            at most M. Checked on the CPU; on a GPU entries outside of 0..M-1 are not looked at.
+        states: where the states go, ``[places, HV, V, K]`` (in the pool's layout), float32 or bfloat16 (float64 on the
+            CPU), last dimension dense; None means slots of the pool. Places for which nothing is kept stay as they are.
+        indices: ``[M]`` int32 or int64, the place of each entry; one that is the pad index or names no place drops its
+            state. None means place i for entry i, of at least M places; the pool has no such order, and needs indices.
+    """
+
+    offsets: Tensor
+    cu_offsets: Tensor
+    states: Tensor | None = None
+    indices: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        return self.offsets, self.cu_offsets, self.states, self.indices
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillInputs:
+    """The checked arguments of one :func:`flash_kda.kda_prefill` call.
+
+    Attributes:
+        inputs: rows, gate and options, as for a forward without states.
+        pool: ``[slots, HV, V, K]`` or ``[slots, HV, K, V]``, changed in place if ``write_states``.
+        indices, has_initial_state: ``[N]`` or None.
+        out: where the output goes; None means a new tensor.
+    """
+
+    inputs: Inputs
+    pool: Tensor
+    indices: Tensor | None
+    has_initial_state: Tensor | None
+    checkpoints: Checkpoints | None
+    pad_index: int
+    write_states: bool
+    out: Tensor | None
+
+    @cached_property
+    def problem(self) -> Problem:
+        """What a backend needs to know of this call."""
+        kept = None if self.checkpoints is None else self.checkpoints.states
+        written = any(x is not None and x.requires_grad for x in (self.pool, kept, self.out))
+        return replace(
+            self.inputs.problem,
+            op="prefill",
+            checkpoints=self.checkpoints is not None,
+            state_dtype=self.pool.dtype,
+            grad=self.inputs.problem.grad or (torch.is_grad_enabled() and written),
+        )
+
+    @property
+    def kept(self) -> Tensor | None:
+        """Where the states at checkpoints go."""
+        if self.checkpoints is None:
+            return None
+        return self.pool if self.checkpoints.states is None else self.checkpoints.states
+
+    @property
+    def tensors(self) -> PrefillTensors:
+        """The call's tensors but for the gate's."""
+        x, c = self.inputs, self.checkpoints
+        rows = (x.q, x.k, x.v, x.g, x.beta, self.pool)
+        of_checkpoints = (None, None, None, None) if c is None else c.tensors
+        return (*rows, self.indices, self.has_initial_state, x.cu_seqlens, *of_checkpoints, self.out)
+
+
 Maybe: TypeAlias = Tensor | None
 # q, k, v, g, beta, pool, indices, num_accepted, has_initial_state, cu_seqlens and out of a decode call.
 DecodeTensors: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Maybe, Maybe, Maybe, Maybe, Maybe]
 # A decode call as a function of these, A_log and dt_bias, for calls that differ from a checked one in nothing else.
 Decoder: TypeAlias = Callable[[DecodeTensors, Maybe, Maybe], Tensor]
+# q, k, v, g, beta, pool, indices, has_initial_state, cu_seqlens, those of the checkpoints and out of a prefill call.
+PrefillTensors: TypeAlias = tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Maybe, Maybe, Maybe, Maybe, Maybe, Maybe, Maybe, Maybe
+]
+# As Decoder, of a prefill call.
+Prefiller: TypeAlias = Callable[[PrefillTensors, Maybe, Maybe], Tensor]

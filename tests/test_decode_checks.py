@@ -16,7 +16,7 @@ from decoding import DecodeCase, checked
 from torch import Tensor
 
 import flash_kda
-from flash_kda import decode, dispatch
+from flash_kda import dispatch, forms
 
 BASE = DecodeCase(Case(B=3, T=2, H=2, HV=4, K=3, V=5), padding=False)
 EACH = DecodeCase(BASE.rows, index="each", accepted=True, padding=False)
@@ -168,9 +168,9 @@ class Remembering:
 def remembering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Remembering]:
     backend = Remembering()
     monkeypatch.setattr(dispatch, "load", lambda name: backend)
-    decode._form.cache_clear()
+    forms.form.cache_clear()
     yield backend
-    decode._form.cache_clear()
+    forms.form.cache_clear()
 
 
 @torch.no_grad()
@@ -258,7 +258,7 @@ def test_a_gradient_is_seen_in_a_known_form(name: str, remembering: Remembering)
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    assert decode._form.cache_info().maxsize == 4096
+    assert forms.form.cache_info().maxsize == 4096
 
 
 # A right option, and one of another type that is equal to it.

@@ -33,7 +33,7 @@ from test_triton import DEVICES, meta_inputs, source_of
 from torch import Tensor
 
 import flash_kda
-from flash_kda import decode
+from flash_kda import forms
 from flash_kda.backends.triton.config import DecodeConfig, Device, configure_decode
 from flash_kda.bench import harness
 from flash_kda.types import DecodeInputs, Problem, gate_parameters
@@ -332,9 +332,9 @@ def jitted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Jitted]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(backend, "supports", lambda problem: None)
     monkeypatch.setattr(decode_launch, "device_facts", lambda index: DEVICES[90])
-    decode._form.cache_clear()
+    forms.form.cache_clear()
     yield found
-    decode._form.cache_clear()
+    forms.form.cache_clear()
 
 
 @torch.no_grad()
@@ -457,11 +457,11 @@ def test_replay_is_eager(case: DecodeCase) -> None:
 @torch.no_grad()
 def test_a_known_form_gives_the_bits_of_a_checked_call(case: DecodeCase) -> None:
     first, second, other = (replace(case, seed=seed).build("cuda") for seed in (0, 0, 1))
-    decode._form.cache_clear()
+    forms.form.cache_clear()
     o = run(TRITON, first)
     run(TRITON, other)
     assert_same_bits(run(TRITON, second), o, "o")
-    assert decode._form.cache_info().currsize == 1
+    assert forms.form.cache_info().currsize == 1
     assert_same_bits(second["pool"], first["pool"], "pool")
 
 
@@ -523,7 +523,7 @@ def test_padding_rows_compile_what_serving_needs(index: str, monkeypatch: pytest
     compiled: list[str] = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what["repr"]))
     monkeypatch.setattr(kernels.decode, "device_caches", defaultdict(kernels.decode.create_binder))
-    decode._form.cache_clear()
+    forms.form.cache_clear()
     rows = 50
     case = DecodeCase(Case(B=rows, T=3, H=12, K=128, V=128, dtype="bfloat16"), index=index, known=True)
     buffers = case.build("cuda")

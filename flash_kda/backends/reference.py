@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_kda.backends.stepwise import decode_stepwise, no_gradient
+from flash_kda.backends.stepwise import decode_stepwise, no_gradient, prefill_in_pieces
 from flash_kda.reference import kda_recurrent
-from flash_kda.types import DecodeInputs, Inputs, Problem
+from flash_kda.types import DecodeInputs, Inputs, PrefillInputs, Problem
 
 
 def supports(problem: Problem) -> str | None:
@@ -23,6 +23,11 @@ def run(inputs: Inputs, out: Tensor | None = None, final_state: Tensor | None = 
 def run_decode(call: DecodeInputs) -> tuple[Tensor, None]:
     """Token by token; states are float64 inside and rounded when they are stored."""
     return decode_stepwise(call, run, torch.float64), None
+
+
+def run_prefill(call: PrefillInputs) -> tuple[Tensor, None]:
+    """Sequences in pieces from checkpoint to checkpoint; states are float64 inside and rounded when they are stored."""
+    return prefill_in_pieces(call, run, torch.float64), None
 
 
 def deliver(

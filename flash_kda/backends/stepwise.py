@@ -1,4 +1,7 @@
-"""Decoding by means of a backend's ``run``: one token of every row at a time. Reads the indices on the host."""
+"""Calls with a pool by means of a backend's ``run``. Reads indices and boundaries on the host.
+
+Decoding goes one token of every row at a time, prefill from checkpoint to checkpoint of every sequence.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,16 @@ import torch
 from torch import Tensor
 
 from flash_kda.reference.recurrent import spans
-from flash_kda.types import DecodeInputs, Inputs, Problem
+from flash_kda.types import DecodeInputs, Inputs, PrefillInputs, Problem
 
 ROWS = ("q", "k", "v", "g", "beta")
 
 
 def no_gradient(problem: Problem) -> str | None:
-    """The reason against a decode call that wants a gradient, or None."""
-    if problem.op == "decode" and problem.grad:
-        return "decoding computes no gradients; call it under torch.no_grad() or torch.inference_mode()"
+    """The reason against a call with a pool that wants a gradient, or None."""
+    if problem.op != "forward" and problem.grad:
+        what = "decoding" if problem.op == "decode" else "prefill into a pool"
+        return f"{what} computes no gradients; call it under torch.no_grad() or torch.inference_mode()"
     return None
 
 
@@ -96,4 +100,91 @@ def decode_stepwise(
             if call.write_states:
                 kept = [(i, rows[i].targets[t]) for i in active if t in rows[i].targets]
                 pool[[slot for _, slot in kept]] = S[[i for i, _ in kept]].to(pool.dtype)
+    return out
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """A sequence that takes part: tokens ``first`` and on of batch row ``batch``.
+
+    Attributes:
+        slot: where its state is. fresh: whether it starts from zeros all the same.
+        stops: after how many tokens a state is kept, and its place (None: nowhere), in order; the length comes last.
+    """
+
+    batch: int
+    first: int
+    slot: int
+    fresh: bool
+    stops: list[tuple[int, int | None]]
+
+
+def kept_states(call: PrefillInputs, n: int, length: int) -> list[tuple[int, int | None]]:
+    """Offsets inside of sequence n whose states are kept, and the places of these."""
+    c, kept = call.checkpoints, call.kept
+    if c is None or kept is None:
+        return []
+    first, end = (min(max(x, 0), c.offsets.shape[0]) for x in c.cu_offsets[n : n + 2].tolist())
+    found: list[tuple[int, int | None]] = []
+    for i, offset in enumerate(c.offsets[first:end].tolist(), first):
+        if not (found[-1][0] if found else 0) < offset <= length:
+            continue
+        place = i if c.indices is None else int(c.indices[i])
+        exists = c.indices is None or (0 <= place < kept.shape[0] and place != call.pad_index)
+        found.append((offset, place if exists else None))
+    return found
+
+
+def live_sequences(call: PrefillInputs) -> list[Sequence]:
+    """The sequences that have tokens and a slot; the others are padding."""
+    indices = None if call.indices is None else call.indices.tolist()
+    known = None if call.has_initial_state is None else call.has_initial_state.tolist()
+    found = []
+    for n, (batch, first, end) in enumerate(spans(call.inputs)):
+        slot = n if indices is None else indices[n]
+        exists = indices is None or (0 <= slot < call.pool.shape[0] and slot != call.pad_index)
+        if end > first and exists:
+            stops = kept_states(call, n, end - first)
+            if not stops or stops[-1][0] < end - first:
+                stops.append((end - first, None))
+            found.append(Sequence(batch, first, slot, known is not None and not known[n], stops))
+    return found
+
+
+def prefill_in_pieces(
+    call: PrefillInputs, run: Callable[[Inputs], tuple[Tensor, Tensor | None]], dtype: torch.dtype
+) -> Tensor:
+    """The output ``[B, T, HV, V]``; states go to the pool and to the checkpoints' places as the call asks.
+
+    Args:
+        run: computes a forward call.
+        dtype: of the states between pieces.
+    """
+    inputs, pool, kept = call.inputs, call.pool, call.kept
+    sequences = live_sequences(call)
+    out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=inputs.v.device) if call.out is None else call.out
+    out.zero_()
+    with torch.no_grad():
+        S = pool[[s.slot for s in sequences]].to(dtype)
+        S[[i for i, s in enumerate(sequences) if s.fresh]] = 0.0
+        for piece in range(max((len(s.stops) for s in sequences), default=0)):
+            active = [i for i, s in enumerate(sequences) if len(s.stops) > piece]
+            rows = []
+            for s in (sequences[i] for i in active):
+                start = s.stops[piece - 1][0] if piece else 0
+                rows.append((s.batch, slice(s.first + start, s.first + s.stops[piece][0])))
+            lengths = [at.stop - at.start for _, at in rows]
+            tokens = {name: torch.cat([getattr(inputs, name)[at] for at in rows])[None] for name in ROWS}
+            ends = torch.tensor([0, *lengths], device=pool.device).cumsum(0)
+            o, after = run(inputs.replace(**tokens, initial_state=S[active], output_final_state=True, cu_seqlens=ends))
+            if after is None:
+                raise RuntimeError("a forward call gave no final state")
+            S[active] = after
+            for at, o_rows in zip(rows, o[0].split(lengths), strict=True):
+                out[at] = o_rows
+            for i in active:
+                if kept is not None and (place := sequences[i].stops[piece][1]) is not None:
+                    kept[place] = S[i].to(kept.dtype)
+        if call.write_states:
+            pool[[s.slot for s in sequences]] = S.to(pool.dtype)
     return out

@@ -8,8 +8,8 @@ from torch import Tensor
 from flash_kda.backends.cpu.autograd import run_with_grad
 from flash_kda.backends.cpu.kernel import compute_dtype, forward, states_out
 from flash_kda.backends.reference import deliver
-from flash_kda.backends.stepwise import decode_stepwise, no_gradient
-from flash_kda.types import DecodeInputs, Inputs, Problem
+from flash_kda.backends.stepwise import decode_stepwise, no_gradient, prefill_in_pieces
+from flash_kda.types import DecodeInputs, Inputs, PrefillInputs, Problem
 
 
 def supports(problem: Problem) -> str | None:
@@ -34,3 +34,8 @@ def run_decode(call: DecodeInputs) -> tuple[Tensor, None]:
     Nothing is kept for later calls: the values of every call are read and checked.
     """
     return decode_stepwise(call, run, compute_dtype(call.inputs)), None
+
+
+def run_prefill(call: PrefillInputs) -> tuple[Tensor, None]:
+    """Sequences in pieces from checkpoint to checkpoint; states have the dtype of computation inside."""
+    return prefill_in_pieces(call, run, compute_dtype(call.inputs)), None

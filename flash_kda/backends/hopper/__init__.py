@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_kda.backends.triton import supports as triton_supports
-from flash_kda.types import DecodeInputs, Decoder, Inputs, Problem
+from flash_kda.types import DecodeInputs, Decoder, Inputs, PrefillInputs, Problem
 
 CAPABILITY = (9, 0)
 # Gluon is young: these are the versions that the kernels have run with.
@@ -27,8 +27,10 @@ def supports(problem: Problem) -> str | None:
     import triton
 
     p = problem
-    if p.op != "forward":
+    if p.op == "decode":
         return "has no kernel for decoding"
+    if p.op == "prefill":
+        return "keeps no states in a pool and none inside of sequences"
     if p.dtype != torch.bfloat16:
         return f"takes bfloat16; the tensors are {p.dtype}"
     if p.K != 128 or p.V % 64:
@@ -70,3 +72,8 @@ def run_decode(call: DecodeInputs) -> Tensor:
 def decoder(call: DecodeInputs) -> Decoder | None:
     """None: there is nothing to remember."""
     return None
+
+
+def run_prefill(call: PrefillInputs) -> tuple[Tensor, None]:
+    """Not reached: ``supports`` refuses problems with a pool."""
+    raise NotImplementedError(supports(call.problem))

@@ -8,7 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from flash_kda.types import DecodeInputs, Decoder, Inputs, Problem
+from flash_kda.backends.stepwise import no_gradient
+from flash_kda.types import DecodeInputs, Decoder, Inputs, Prefiller, PrefillInputs, Problem
 
 MAX_HEAD = 256
 MIN_CAPABILITY = (8, 0)
@@ -20,6 +21,8 @@ def supports(problem: Problem) -> str | None:
         return f"runs on CUDA devices; the tensors are on {problem.device}"
     import triton  # noqa: F401  # its absence is a reason, reported by the caller
 
+    if (why := no_gradient(problem)) is not None:
+        return why
     if problem.grad:
         return "computes no gradients yet"
     if problem.dtype == torch.float64:
@@ -52,3 +55,10 @@ def run_decode(call: DecodeInputs) -> tuple[Tensor, Decoder]:
     from flash_kda.backends.triton.decode_launch import run_decode
 
     return run_decode(call)
+
+
+def run_prefill(call: PrefillInputs) -> tuple[Tensor, Prefiller]:
+    """Output in v's dtype as of :func:`run`, and the launches with all but their tensors worked out."""
+    from flash_kda.backends.triton.prefill_launch import run_prefill
+
+    return run_prefill(call)

@@ -112,3 +112,9 @@ def sequence_of_slot(p_cu, slot, N, C: tl.constexpr, BLOCK: tl.constexpr):
         start = tl.load(p_cu + at, mask=inside, other=0)
         found += tl.sum((inside & (first_slot(start, at, C) <= slot)).to(tl.int32), 0)
     return low + found - 1
+
+
+@triton.jit
+def exists(slot, slots, pad):
+    """Whether an index names one of ``slots`` slots and is not that of padding."""
+    return (slot >= 0) & (slot < slots) & (slot != pad)

@@ -93,6 +93,9 @@ def configure(problem: Problem, device: Device) -> Config:
     # On sm_100 a program takes all of the tensor memory, so two never share.
     alone = programs <= device.multiprocessors or device.capability // 10 == 10
     room = device.shared_memory if alone else device.shared_memory_per_multiprocessor // 2 - 1024
+    if problem.checkpoints:
+        # A state on its way to memory passes through shared memory beside the chunks in flight.
+        room -= 4 * BV * BK
     # Besides the chunks in flight there is the output; the newest chunk's decay is not there yet.
     most = min(MOST_STAGES, (min(room, device.shared_memory) + 4 * BK - element * CHUNK * BV) // stage)
     stages = max(1, min(most, chunks))
@@ -109,7 +112,7 @@ def configure(problem: Problem, device: Device) -> Config:
         # A sequence of one chunk waits for memory alone: what counts is how many are under way. Without wgmma the limit
         # would spill.
         recurrence_registers=168
-        if chunks == 1 and split and BK <= 128 and device.capability // 10 in (9, 10)
+        if chunks == 1 and split and BK <= 128 and device.capability // 10 in (9, 10) and not problem.checkpoints
         else None,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flash_kda.backends.triton.common import activated_beta, exp2, log2_decay, rstd
+from flash_kda.backends.triton.common import activated_beta, exists, exp2, log2_decay, rstd
 
 # Where a row's states are: in its own slot, in one given slot, or in one given slot per token.
 OWN, ONE, EACH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -50,11 +50,6 @@ def _clear(p_o, o_t, first, last, step, m_v, BV: tl.constexpr):
     zeros = tl.zeros((BV,), p_o.dtype.element_ty)
     for t in tl.range(first, last, step, num_stages=1):
         tl.store(p_o + t * o_t, zeros, mask=m_v)
-
-
-@triton.jit
-def _exists(slot, slots, pad):
-    return (slot >= 0) & (slot < slots) & (slot != pad)
 
 
 @triton.jit(do_not_specialize=["T", "N", "slots", "width", "pad", "scale", "lower_bound"])
@@ -132,7 +127,7 @@ def decode(
         bias = tl.load(p_dt_bias + i_h * K + o_k, mask=m_k, other=0.0)
 
     if INDEX != OWN:
-        valid = valid & _exists(slot, slots, pad)
+        valid = valid & exists(slot, slots, pad)
     if PACKED:
         # Rows that belong to nobody are cleared by all programs together.
         _clear(p_o, o_t, tl.load(p_cu + N * cu_n).to(tl.int64) + n, T, N, m_v, BV)
@@ -152,7 +147,7 @@ def decode(
         tl.store(p_o, b_o.to(p_o.dtype.element_ty), mask=m_v)
         if STORE and INDEX == EACH:
             slot = target
-            m_S = m_S & _exists(target, slots, pad)
+            m_S = m_S & exists(target, slots, pad)
     else:
         for t in tl.range(0, length, num_stages=1):
             # What the next token needs is under way while this one is computed.
@@ -172,7 +167,7 @@ def decode(
             tl.store(p_o, b_o.to(p_o.dtype.element_ty), mask=m_v)
             p_o += o_t
             if STORE and INDEX == EACH:
-                m_target = m_S & _exists(target, slots, pad)
+                m_target = m_S & exists(target, slots, pad)
                 tl.store(p_S + target * S_n, S.to(p_S.dtype.element_ty), mask=m_target)
                 target = next_target
             b_q, b_k, b_v, b_g, beta = next_q, next_k, next_v, next_g, next_beta

@@ -1,0 +1,100 @@
+"""Prefill calls on the GPU: the launches of a forward call, with the kernel that keeps states in a pool."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_kda.backends.triton import forward
+from flash_kda.backends.triton.config import Config, configure
+from flash_kda.backends.triton.launch import Launch, Plan, Scratch
+from flash_kda.backends.triton.recurrence import pooled_recurrence
+from flash_kda.types import Prefiller, PrefillInputs, PrefillTensors, gate_parameters
+
+# What is passed to the kernels, by the names of their parameters without ``p_``: the tensors of a call in their order,
+# and the gate's parameters.
+TENSORS = (
+    *("q", "k", "v", "g", "beta", "S", "index", "known", "cu"),
+    *("offset", "ends", "kept", "target", "o", "A_log", "dt_bias"),
+)
+
+
+def _stride(x: Tensor | None) -> int:
+    """The stride of a vector, 0 of what is not there."""
+    return 0 if x is None else x.stride(0)
+
+
+def describe(call: PrefillInputs, config: Config, out: Tensor) -> tuple[Scratch, list[Launch]]:
+    """Scratch memory, and launches in their order. T and N are at least 1."""
+    pool, c, kept = call.pool, call.checkpoints, call.kept
+    layout = call.inputs.state_layout
+    written = (out.dtype, out.stride())
+    scratch, (*prepared, walk) = forward.describe(
+        call.inputs.signature, config, written, (pool.dtype, pool.stride()) if call.write_states else None
+    )
+    strides = {"S": forward.state_strides(pool.stride(), layout)}
+    strides["kept"] = forward.state_strides(None if kept is None else kept.stride(), layout)
+    values = {
+        **walk.values,
+        **{f"{name}_{d}": step for name, x in strides.items() for d, step in zip("nhvk", x, strict=True)},
+        "index_n": _stride(call.indices),
+        "known_n": _stride(call.has_initial_state),
+        "offset_n": 0 if c is None else _stride(c.offsets),
+        "ends_n": 0 if c is None else _stride(c.cu_offsets),
+        "target_n": 0 if c is None else _stride(c.indices),
+        "states": pool.shape[0],
+        "pad": call.pad_index,
+        "entries": 0 if c is None else c.offsets.shape[0],
+        "places": 0 if kept is None else kept.shape[0],
+        "HAS_INDEX": call.indices is not None,
+        "HAS_KNOWN": call.has_initial_state is not None,
+        "CHECKPOINTS": c is not None,
+        "HAS_TARGET": c is not None and c.indices is not None,
+    }
+    return scratch, [*prepared, Launch(pooled_recurrence, walk.programs, values, walk.options)]
+
+
+def plan(call: PrefillInputs, config: Config, out: Tensor) -> Plan:
+    """The launches of all calls of this call's form."""
+    return Plan(call.inputs.signature.device, TENSORS, *describe(call, config, out))
+
+
+def _dense(x: Tensor | None) -> Tensor | None:
+    """A parameter of the gate as the kernels read it."""
+    return None if x is None else x.float().contiguous()
+
+
+def prefiller(call: PrefillInputs) -> Prefiller:
+    """All calls of this call's form, as a function of their tensors."""
+    v, q = call.inputs.v, call.inputs.q
+    shape, dtype, device, index = v.shape, v.dtype, v.device, v.device.index
+    like = torch.empty(shape, dtype=dtype, device="meta") if call.out is None else call.out
+    empty = call.problem.N == 0 or call.problem.T == 0
+    in_pool = call.checkpoints is not None and call.checkpoints.states is None
+    launch = None if empty else plan(call, configure(call.problem, forward.device_facts(q.device.index)), like)
+
+    def prefill(tensors: PrefillTensors, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
+        *others, offsets, cu_offsets, kept, target, out = tensors
+        if out is None:
+            out = torch.empty(shape, dtype=dtype, device=device)
+        if launch is None:
+            return out.zero_()
+        *others, pool, indices, known, cu = others
+        given = (
+            *(*others, pool, indices, known, None if cu is None else cu.contiguous()),
+            *(offsets, cu_offsets, pool if in_pool else kept, target, out, _dense(A_log), _dense(dt_bias)),
+        )
+        if torch.cuda.current_device() == index:
+            launch(given)
+        else:
+            with torch.cuda.device(device):
+                launch(given)
+        return out
+
+    return prefill
+
+
+def run_prefill(call: PrefillInputs) -> tuple[Tensor, Prefiller]:
+    """Output ``[B, T, HV, V]``, into the call's tensor if it has one, and all calls of its form."""
+    prefill = prefiller(call)
+    return prefill(call.tensors, *gate_parameters(call.inputs.gate)), prefill

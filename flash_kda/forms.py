@@ -1,0 +1,75 @@
+"""Calls for serving: few forms that come again and again, so that what a form needs is worked out once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_kda import dispatch
+from flash_kda.types import Gate
+
+
+class Form:
+    """Calls that want no gradient and differ in nothing that the checks look at but the values of tensors.
+
+    Attributes:
+        known: the backend's name and how such calls are run, a function of the call's tensors, A_log and dt_bias; once
+            one of them has passed the checks.
+    """
+
+    known: tuple[str, Callable[[Any, Tensor | None, Tensor | None], Tensor]] | None = None
+
+
+# Typed: an option that is 1 and not True is another.
+@lru_cache(maxsize=4096, typed=True)
+def form(*_: Any) -> Form:
+    """The form of calls with this function, tensors (all but their data), gate, options and backend."""
+    return Form()
+
+
+def _wants_gradient(*tensors: Tensor | None) -> bool:
+    return any(x is not None and x.requires_grad for x in tensors)
+
+
+def run(
+    kind: Sequence[Any],
+    tensors: Any,
+    gate: Gate,
+    options: tuple[Any, ...],
+    backend: str,
+    check: Callable[[], Any],
+    launch: Callable[[dispatch.Backend, Any], tuple[Tensor, Any]],
+) -> Tensor:
+    """Run a call: with its checks, or as one of its form was run before.
+
+    Args:
+        kind: tells the function, and what else neither tensors nor options tell.
+        check: the checked call, with a ``problem``.
+        launch: runs a checked call on a backend; the output, and the call as a function of its tensors or None.
+    """
+    A_log, dt_bias = getattr(gate, "A_log", None), getattr(gate, "dt_bias", None)
+    found: Form | None = None
+    try:
+        if not (torch.is_grad_enabled() and _wants_gradient(*tensors, A_log, dt_bias)):
+            arguments: Any = (
+                *kind,
+                *[x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (*tensors, A_log, dt_bias)],
+                *(type(gate), getattr(gate, "lower_bound", None), *options, backend),
+            )
+            found = form(*arguments)
+    except (AttributeError, TypeError):
+        pass  # something is no tensor or no number: the checks will say what
+    if found is not None and found.known is not None:
+        name, runner = found.known
+        dispatch.record(name)
+        return runner(tensors, A_log, dt_bias)
+    call = check()
+    name, module = dispatch.choose(call.problem, backend)
+    o, new = launch(module, call)
+    if found is not None and new is not None:
+        found.known = name, new
+    return o
