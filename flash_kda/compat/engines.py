@@ -5,9 +5,35 @@ Nothing here copies a tensor or reads its data.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
 from torch import Tensor
 
 from flash_kda.types import Gate, LowerBoundGate, SoftplusGate
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def naming(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make errors about this library's arguments name the engine's: ``naming(pool="ssm_states")``."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except (TypeError, ValueError) as error:
+                name, colon, rest = str(error).partition(":")
+                if not colon or name not in names:
+                    raise
+                raise type(error)(f"{names[name]}:{rest}") from None
+
+        return call
+
+    return decorate
 
 
 def refuse(**arguments: object) -> None:
@@ -97,4 +123,3 @@ def heads_apart(name: str, x: object, leading: tuple[int, ...], heads: int, size
         raise ValueError(
             f"{name}: got shape {tuple(x.shape)} with strides {x.stride()}, expected a view of {shape}"
         ) from None
-

@@ -6,13 +6,15 @@ FLA and SGLang look for a module ``flash_kda`` and call ``fwd``; both find this 
 from __future__ import annotations
 
 from numbers import Integral
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from flash_kda import dispatch
 from flash_kda.checks import STATE_DTYPES, check
-from flash_kda.types import Inputs, LowerBoundGate
+from flash_kda.prefill import kda_prefill
+from flash_kda.types import Checkpoints, Inputs, LowerBoundGate
 
 
 def fwd(
@@ -30,6 +32,9 @@ def fwd(
     final_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     workspace: Tensor | None = None,
+    checkpoint_state: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_indptr: Tensor | None = None,
 ) -> None:
     """KDA with the lower-bound gate, written into ``out`` and ``final_state``; no gradients.
 
@@ -53,6 +58,11 @@ def fwd(
             itself. Where the two differ in dtype, ``initial_state`` is widened in a copy.
         cu_seqlens: ``[N + 1]`` int32 or int64 boundaries of packed sequences (then B = 1); see :func:`flash_kda.kda`.
         workspace: a buffer of at least :func:`get_workspace_size` bytes on q's device. It is checked and not used.
+        checkpoint_state, checkpoint_offsets, checkpoint_indptr: states inside of sequences, as vLLM's fork keeps them.
+            Offsets ``[N]`` or ``[N, P]`` count tokens of their sequence, those of a sequence increase, and the states
+            after so many go to ``[N, HV, V, K]`` or ``[N, P, HV, V, K]``, float32 or bfloat16. With ``indptr``
+            ``[N + 1]`` sequence n has the offsets ``indptr[n]`` to ``indptr[n + 1] - 1`` of ``[M]``, and there are
+            states ``[M, HV, V, K]``. An offset that is not in 1..length keeps nothing. Any offset will do.
 
     ``out`` may not overlap an input, nor ``final_state`` any tensor but an ``initial_state`` that is the same; beyond
     equal addresses this is the caller's word.
@@ -83,8 +93,66 @@ def fwd(
         inputs = _check_final_state(inputs, final_state)
     if workspace is not None:
         _check_workspace(inputs, workspace)
+    kept = _checkpoints(inputs.num_sequences, checkpoint_state, checkpoint_offsets, checkpoint_indptr)
     with torch.no_grad():
-        dispatch.run(inputs, "auto", out, final_state)
+        if kept is None:
+            dispatch.run(inputs, "auto", out, final_state)
+        else:
+            _run_with_checkpoints(inputs, kept, out, final_state)
+
+
+def _checkpoints(N: int, states: object, offsets: object, indptr: Tensor | None) -> Checkpoints | None:
+    """The three arguments as one value, and offsets and states in one row; None if all are None."""
+    if states is None and offsets is None and indptr is None:
+        return None
+    for name, x in (("checkpoint_state", states), ("checkpoint_offsets", offsets)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor beside the other checkpoint_...")
+    states, offsets = cast(Tensor, states), cast(Tensor, offsets)
+    if indptr is not None:
+        return Checkpoints(offsets, indptr, states)
+    if offsets.ndim not in (1, 2) or offsets.shape[0] != N:
+        raise ValueError(f"checkpoint_offsets: got shape {tuple(offsets.shape)}, expected [N] or [N, P] with N = {N}")
+    if states.ndim != 3 + offsets.ndim or states.shape[: offsets.ndim] != offsets.shape:
+        raise ValueError(
+            f"checkpoint_state: got shape {tuple(states.shape)}, expected {tuple(offsets.shape)}, those of "
+            "checkpoint_offsets, and [HV, V, K]"
+        )
+    each = 1
+    if offsets.ndim == 2:
+        each = offsets.shape[1]
+        if states.numel() and each > 1 and N > 1 and states.stride(0) != each * states.stride(1):
+            raise ValueError(f"checkpoint_state: got strides {states.stride()}, expected its first two evenly spaced")
+        states, offsets = states.flatten(0, 1), offsets.flatten()
+    ends = torch.arange(N + 1, dtype=torch.int32, device=offsets.device)
+    return Checkpoints(offsets, ends if each == 1 else ends * each, states)
+
+
+def _run_with_checkpoints(inputs: Inputs, kept: Checkpoints, out: Tensor, final_state: Tensor | None) -> None:
+    """A checked call that keeps states inside of sequences.
+
+    Where the final state replaces the initial one, or is not wanted, no state is copied.
+    """
+    S0 = inputs.initial_state
+    is_own = False
+    if S0 is None:
+        dtype = inputs.state_dtype if final_state is None else final_state.dtype
+        pool = torch.zeros(inputs.state_shape, dtype=dtype, device=inputs.q.device)
+    else:
+        is_own = (final_state is None or final_state.data_ptr() == S0.data_ptr()) and 0 not in S0.stride()
+        pool = S0 if is_own else S0.clone()
+    kda_prefill(
+        *(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta),
+        gate=inputs.gate,
+        pool=pool,
+        checkpoints=kept,
+        cu_seqlens=inputs.cu_seqlens,
+        scale=inputs.scale,
+        write_states=final_state is not None,
+        out=out,
+    )
+    if final_state is not None and not is_own:
+        final_state.copy_(pool)
 
 
 def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:

@@ -1,4 +1,6 @@
-"""Transformers' interface: :func:`register` makes its KDA layers (Kimi Linear and the models built like it) compute here.
+"""Transformers' interface: :func:`register` makes its KDA layers compute here.
+
+These are the layers of Kimi Linear and of the models that are built like it.
 
 The layers of Transformers call two functions of their module, ``chunk_kimi_delta_attention`` for many tokens and
 ``recurrent_kimi_delta_attention`` for one: FLA's kernels where FLA is installed, plain torch otherwise. This module has
@@ -95,23 +97,30 @@ def recurrent_kimi_delta_attention(
     )
 
 
-def register() -> tuple[str, ...]:
-    """Make the KDA layers of Transformers compute here: all models of this process, those that exist already too.
+def register(*models: str) -> tuple[str, ...]:
+    """Make the KDA layers of Transformers compute here: in all models of this process, those made before too.
 
     Calling it again changes nothing. :func:`flash_kda.record_backends` around a model's call tells what ran.
 
+    Args:
+        models: of which kinds of models, by Transformers' names; all of :data:`MODELS` if none is given.
+
     Returns:
-        The names of the models of Transformers that it found, such as ``kimi_linear``.
+        Those that this version of Transformers has.
 
     Raises:
-        ImportError: Transformers cannot be imported, or this version has no KDA layers that call these functions.
+        ValueError: a name is not one of :data:`MODELS`.
+        ImportError: Transformers cannot be imported, or has no such layers.
     """
+    for model in models:
+        if model not in MODELS:
+            raise ValueError(f"models: got {model!r}, expected some of {', '.join(map(repr, MODELS))}")
     try:
         importlib.import_module("transformers")
     except ImportError as error:
         raise ImportError(f"register: needs transformers, which cannot be imported ({error})") from error
     found = []
-    for model in MODELS:
+    for model in models or MODELS:
         name = f"transformers.models.{model}.modeling_{model}"
         try:
             module = importlib.import_module(name)
@@ -127,7 +136,7 @@ def register() -> tuple[str, ...]:
                 _before[name, function] = getattr(module, function)
                 setattr(module, function, globals()[function])
     if not found:
-        raise ImportError(f"register: this version of transformers has none of the models {', '.join(MODELS)}")
+        raise ImportError(f"register: this version of transformers has no KDA layers of {', '.join(models or MODELS)}")
     return tuple(found)
 
 

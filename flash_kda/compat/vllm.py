@@ -1,5 +1,6 @@
 """vLLM's interface: the KDA functions that its Kimi models call, with vLLM's arguments.
 
+:func:`fwd` and :func:`get_workspace_size` are those of its fork of FlashKDA.
 :func:`fused_recurrent_kda` and :func:`fused_recurrent_kda_packed_decode` decode in place on the cache's states
 ``[slots, HV, V, K]``; :func:`chunk_kda_with_fused_gate` is the prefill of models whose gate has no lower bound. vLLM's
 slot 0 holds nobody: a row whose index is 0, negative or not in the cache is padding. It gives zeros and writes no slot.
@@ -12,12 +13,70 @@ from __future__ import annotations
 from torch import Tensor
 
 from flash_kda.api import kda
-from flash_kda.compat.engines import first_rows, gate_of, rows_of, split_packed, tensor
+from flash_kda.compat import flashkda
+from flash_kda.compat.engines import first_rows, gate_of, naming, rows_of, split_packed, tensor
+from flash_kda.compat.flashkda import get_workspace_size
 from flash_kda.decode import kda_decode
+
+__all__ = [
+    "chunk_kda_with_fused_gate",
+    "fused_recurrent_kda",
+    "fused_recurrent_kda_packed_decode",
+    "fwd",
+    "get_workspace_size",
+]
 
 NULL_SLOT = 0
 
 
+def fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    out: Tensor,
+    workspace: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float,
+    initial_state: Tensor | None = None,
+    final_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    checkpoint_state: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_indptr: Tensor | None = None,
+) -> None:
+    """:func:`flash_kda.fwd` with the order of arguments of vLLM's operator, the workspace after the output."""
+    flashkda.fwd(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        out,
+        A_log,
+        dt_bias,
+        lower_bound,
+        initial_state=initial_state,
+        final_state=final_state,
+        cu_seqlens=cu_seqlens,
+        workspace=workspace,
+        checkpoint_state=checkpoint_state,
+        checkpoint_offsets=checkpoint_offsets,
+        checkpoint_indptr=checkpoint_indptr,
+    )
+
+
+@naming(
+    g="raw_g",
+    beta="raw_beta",
+    pool="initial_state",
+    indices="ssm_state_indices",
+    num_accepted="num_accepted_tokens",
+)
 def fused_recurrent_kda(
     q: Tensor,
     k: Tensor,
@@ -71,6 +130,7 @@ def fused_recurrent_kda(
     return o, initial_state
 
 
+@naming(g="raw_g", beta="raw_beta", pool="initial_state", indices="state_indices")
 def fused_recurrent_kda_packed_decode(
     mixed_qkv: Tensor,
     raw_g: Tensor,
@@ -114,6 +174,7 @@ def fused_recurrent_kda_packed_decode(
     return o.transpose(0, 1), initial_state
 
 
+@naming(g="raw_g", beta="raw_beta", dt_bias="g_bias")
 def chunk_kda_with_fused_gate(
     q: Tensor,
     k: Tensor,
