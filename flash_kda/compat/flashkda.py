@@ -13,10 +13,15 @@ from torch import Tensor
 
 from flash_kda import dispatch
 from flash_kda.checks import STATE_DTYPES, check
+from flash_kda.compat.engines import naming
 from flash_kda.prefill import kda_prefill
 from flash_kda.types import Checkpoints, Inputs, LowerBoundGate
 
 
+@naming(
+    **{"checkpoints.states": "checkpoint_state"},
+    **{"checkpoints.offsets": "checkpoint_offsets", "checkpoints.cu_offsets": "checkpoint_indptr"},
+)
 def fwd(
     q: Tensor,
     k: Tensor,
