@@ -78,11 +78,7 @@ def fwd(
         Nothing has been written when one of these is raised.
     """
     inputs = check(
-        q,
-        k,
-        v,
-        g,
-        beta,
+        *(q, k, v, g, beta),
         gate=LowerBoundGate(A_log, dt_bias, lower_bound),
         scale=scale,
         initial_state=initial_state,
@@ -100,10 +96,7 @@ def fwd(
         _check_workspace(inputs, workspace)
     kept = _checkpoints(inputs.num_sequences, checkpoint_state, checkpoint_offsets, checkpoint_indptr)
     with torch.no_grad():
-        if kept is None:
-            dispatch.run(inputs, "auto", out, final_state)
-        else:
-            _run_with_checkpoints(inputs, kept, out, final_state)
+        _run(inputs, kept, out, final_state)
 
 
 def _checkpoints(N: int, states: object, offsets: object, indptr: Tensor | None) -> Checkpoints | None:
@@ -133,11 +126,15 @@ def _checkpoints(N: int, states: object, offsets: object, indptr: Tensor | None)
     return Checkpoints(offsets, ends if each == 1 else ends * each, states)
 
 
-def _run_with_checkpoints(inputs: Inputs, kept: Checkpoints, out: Tensor, final_state: Tensor | None) -> None:
-    """A checked call that keeps states inside of sequences.
+def _run(inputs: Inputs, kept: Checkpoints | None, out: Tensor, final_state: Tensor | None) -> None:
+    """Run a checked call.
 
-    Where the final state replaces the initial one, or is not wanted, no state is copied.
+    One that keeps states inside of sequences copies none where the final state replaces the initial one or is not
+    wanted.
     """
+    if kept is None:
+        dispatch.run(inputs, "auto", out, final_state)
+        return
     S0 = inputs.initial_state
     is_own = False
     if S0 is None:
