@@ -257,13 +257,17 @@ def source_of(launch: Launch, dtypes: dict[str, torch.dtype]) -> Any:
 
 def compile_one(build: Build) -> Built:
     """Compile in this process; errors are told, not raised."""
+    position = {"all": 0, "easy": 0, "hard": 1, "recurrence": -1}[build.kernel]
+    dtypes, launches = described(build.problem, build.config)
+    return compile_launch(launches[position], dtypes, build.capability)
+
+
+def compile_launch(launch: Launch, dtypes: dict[str, torch.dtype], capability: int) -> Built:
+    """What becomes of a launch whose tensors have these dtypes."""
     import triton
     from triton.backends.compiler import GPUTarget
 
-    position = {"all": 0, "easy": 0, "hard": 1, "recurrence": -1}[build.kernel]
-    dtypes, launches = described(build.problem, build.config)
-    launch = launches[position]
-    target = GPUTarget("cuda", build.capability, 32)
+    target = GPUTarget("cuda", capability, 32)
     try:
         compiled = triton.compile(source_of(launch, dtypes), target=target, options=dict(launch.options))
     except Exception as error:

@@ -12,10 +12,10 @@ from flash_kda.backends.triton.recurrence import pooled_recurrence
 from flash_kda.types import Prefiller, PrefillInputs, PrefillTensors, gate_parameters
 
 # What is passed to the kernels, by the names of their parameters without ``p_``: the tensors of a call in their order,
-# and the gate's parameters.
+# the gate's parameters, and the pool again.
 TENSORS = (
-    *("q", "k", "v", "g", "beta", "S", "index", "known", "cu"),
-    *("offset", "ends", "kept", "target", "o", "A_log", "dt_bias"),
+    *("q", "k", "v", "g", "beta", "S0", "index", "known", "cu"),
+    *("offset", "ends", "kept", "target", "o", "A_log", "dt_bias", "S"),
 )
 
 
@@ -32,7 +32,7 @@ def describe(call: PrefillInputs, config: Config, out: Tensor) -> tuple[Scratch,
     scratch, (*prepared, walk) = forward.describe(
         call.inputs.signature, config, written, (pool.dtype, pool.stride()) if call.write_states else None
     )
-    strides = {"S": forward.state_strides(pool.stride(), layout)}
+    strides = dict.fromkeys(("S0", "S"), forward.state_strides(pool.stride(), layout))
     strides["kept"] = forward.state_strides(None if kept is None else kept.stride(), layout)
     values = {
         **walk.values,
@@ -82,7 +82,7 @@ def prefiller(call: PrefillInputs) -> Prefiller:
         *others, pool, indices, known, cu = others
         given = (
             *(*others, pool, indices, known, None if cu is None else cu.contiguous()),
-            *(offsets, cu_offsets, pool if in_pool else kept, target, out, _dense(A_log), _dense(dt_bias)),
+            *(offsets, cu_offsets, pool if in_pool else kept, target, out, _dense(A_log), _dense(dt_bias), pool),
         )
         if torch.cuda.current_device() == index:
             launch(given)

@@ -309,10 +309,10 @@ def recurrence(
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "GROUP", "scale", "lower_bound", "states", "pad", "entries", "places"])
 def pooled_recurrence(
-    p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_tiles, p_squares, p_decay, p_S, p_o,
+    p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_tiles, p_squares, p_decay, p_S0, p_S, p_o,
     p_index, p_known, p_offset, p_ends, p_target, p_kept,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
-    S_n, S_h, S_v, S_k, o_b, o_t, o_h,
+    S0_n, S0_h, S0_v, S0_k, S_n, S_h, S_v, S_k, o_b, o_t, o_h,
     index_n, known_n, offset_n, ends_n, target_n, kept_n, kept_h, kept_v, kept_k,
     T, N, HV, GROUP, scale, lower_bound, states, pad, entries, places,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
@@ -325,7 +325,8 @@ def pooled_recurrence(
     """As ``recurrence``, with the states in a pool.
 
     Args:
-        p_S: the pool, of ``states`` slots; sequence n has slot ``p_index[n]`` if HAS_INDEX, otherwise n.
+        p_S0, p_S: both the pool, of ``states`` slots; sequence n has slot ``p_index[n]`` if HAS_INDEX, otherwise n. As
+            one, addresses would be held in registers from the first load to the last store.
         p_index, p_known: ``[N]``; ``p_known`` tells, if HAS_KNOWN, which sequences have a state already.
         p_offset: ``[entries]``, after how many tokens of their sequence states are kept, if CHECKPOINTS.
         p_ends: ``[N + 1]`` boundaries of the sequences' entries in it.
@@ -335,10 +336,10 @@ def pooled_recurrence(
         The raw inputs are read only for checkpoints inside of a chunk, and if the state is not finite at the end.
     """
     _walk(
-        p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_tiles, p_squares, p_decay, p_S, p_S, p_o,
+        p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_tiles, p_squares, p_decay, p_S0, p_S, p_o,
         p_index, p_known, p_offset, p_ends, p_target, p_kept,
         q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
-        S_n, S_h, S_v, S_k, S_n, S_h, S_v, S_k, o_b, o_t, o_h,
+        S0_n, S0_h, S0_v, S0_k, S_n, S_h, S_v, S_k, o_b, o_t, o_h,
         index_n, known_n, offset_n, ends_n, target_n, kept_n, kept_h, kept_v, kept_k,
         T, N, HV, GROUP, scale, lower_bound, states, pad, entries, places,
         K, V, C, BK, SEGMENTS, BV, GATE, HAS_A_LOG, HAS_DT_BIAS, QK_L2NORM, BETA_IS_LOGIT, NEG_EIGVAL, PACKED,

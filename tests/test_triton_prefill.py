@@ -1,0 +1,526 @@
+"""The kernels of ``kda_prefill``: in the interpreter, compiled for four architectures, launched; graphs on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import interpreted_prefill
+import prefilling
+import pytest
+import torch
+from cases import Call, Case, Target
+from compare import assert_close, assert_same_bits
+from decoding import ROWS, row_call
+from jitted import STREAM, Jitted
+from prefilling import BATCH, CASES, PACKED, PrefillCase, check, parameters, run
+from test_triton import DEVICES, Built, compile_launch, meta_inputs, shared_bytes, stage_bytes
+from test_triton import Build as ForwardBuild
+from test_triton import budget as forward_budget
+from torch import Tensor
+
+import flash_kda
+from flash_kda import Checkpoints, forms
+from flash_kda.backends.triton.config import Config, configure
+from flash_kda.types import PrefillInputs, Problem, gate_parameters
+
+if TYPE_CHECKING:
+    from flash_kda.backends.triton.launch import Launch
+
+# The interpreter.
+
+
+@pytest.fixture(scope="module")
+def interpreted_results(request: pytest.FixtureRequest) -> dict[str, str | None]:
+    """What the selected cases of ``interpreted_prefill`` gave, from one process with TRITON_INTERPRET=1."""
+    pytest.importorskip("triton")
+    selected = {
+        item.callspec.params["name"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == test_interpreter.__name__
+    }
+    names = [name for name in interpreted_prefill.CASES if name in selected]
+    command = [sys.executable, interpreted_prefill.__file__, *names]
+    package = str(Path(flash_kda.__file__).parents[1])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": package}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str | None] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", interpreted_prefill.CASES)
+def test_interpreter(name: str, interpreted_results: dict[str, str | None]) -> None:
+    """The kernels' arithmetic against the definition in float64."""
+    error = interpreted_results[name]
+    assert error is None, error
+
+
+# Compilation for each architecture.
+
+
+@dataclass(frozen=True)
+class Build:
+    """The kernel with a pool, of one problem on one architecture. ``kept``: the checkpoints' dtype."""
+
+    capability: int
+    problem: Problem
+    layout: str = "vk"
+    kept: torch.dtype = torch.float32
+
+    @property
+    def config(self) -> Config:
+        return configure(self.problem, DEVICES[self.capability])
+
+    def __str__(self) -> str:
+        c, p = self.config, self.problem
+        parts = [f"sm_{self.capability}", "bf16" if c.split else "fp32", f"K{p.K}", f"V{p.V}", f"{c.stages}stages"]
+        parts += ["packed"] * p.packed + ["checkpoints"] * p.checkpoints + [self.layout] * (self.layout != "vk")
+        parts += ["limited"] * (c.recurrence_registers is not None)
+        return "-".join([*parts, *(["kept16"] if self.kept != torch.float32 else [])])
+
+
+# Bytes that a thread may spill with checkpoints, by whether tiles are bfloat16: addresses of their states wait outside
+# of registers for their turn. Without checkpoints the budget is that of a forward call.
+CHECKPOINT_BUDGETS = {True: {90: 288, 100: 384}, False: {90: 320}}
+MOST = 640
+
+
+def budget(build: Build) -> int:
+    if build.problem.checkpoints:
+        return CHECKPOINT_BUDGETS[build.config.split].get(build.capability, MOST)
+    return forward_budget(ForwardBuild("recurrence", build.capability, build.problem))
+
+
+def builds() -> list[Build]:
+    """Long and short sequences, one program per multiprocessor and two, with and without checkpoints."""
+    found: dict[str, Build] = {}
+    for capability, dtype, (T, H, packed), checkpoints in itertools.product(
+        DEVICES, (torch.bfloat16, torch.float32), ((8192, 64, True), (8192, 200, True), (32, 8, False)), (False, True)
+    ):
+        problem = Problem(T=T, H=H, dtype=dtype, packed=packed, op="prefill", checkpoints=checkpoints)
+        variants = [Build(capability, problem)]
+        if checkpoints and T == 8192:
+            variants.append(Build(capability, problem, layout="kv"))
+        if capability == 90 and T == 8192:
+            variants += [Build(capability, replace(problem, K=K, V=V)) for K, V in ((64, 64), (256, 256))]
+            variants.append(Build(capability, replace(problem, state_dtype=torch.bfloat16), kept=torch.bfloat16))
+        for build in variants:
+            found.setdefault(str(build), build)
+    return list(found.values())
+
+
+def meta_call(build: Build) -> PrefillInputs:
+    """The build's arguments as tensors without data."""
+    p = build.problem
+    inputs = meta_inputs(p).replace(initial_state=None, output_final_state=False, state_layout=build.layout)
+    N, HV = p.N or p.B, p.HV or p.H
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    shape = (HV, p.V, p.K) if build.layout == "vk" else (HV, p.K, p.V)
+    checkpoints = Checkpoints(empty(128), empty(N + 1), empty(128, *shape, dtype=build.kept), empty(128))
+    return PrefillInputs(
+        inputs=inputs,
+        pool=empty(4 * N + 1, *shape, dtype=p.state_dtype),
+        indices=empty(N),
+        has_initial_state=empty(N, dtype=torch.bool),
+        checkpoints=checkpoints if p.checkpoints else None,
+        pad_index=-1,
+        write_states=True,
+        out=None,
+    )
+
+
+def described(call: PrefillInputs, config: Config) -> tuple[dict[str, torch.dtype], list[Launch]]:
+    """The launches of a call, and the dtypes of all that they are passed, by name."""
+    from flash_kda.backends.triton import prefill_launch
+
+    out = torch.empty_like(call.inputs.v)
+    plan = prefill_launch.plan(call, config, out)
+    tensors = [*call.tensors[:-1], out, *gate_parameters(call.inputs.gate), call.pool]
+    tensors[prefill_launch.TENSORS.index("kept")] = call.kept
+    given = zip(prefill_launch.TENSORS, tensors, strict=True)
+    dtypes = {name: call.inputs.q.dtype if x is None else x.dtype for name, x in given}
+    return dtypes | {name: dtype for name, (_, dtype) in plan.scratch.items()}, list(plan.launches)
+
+
+def compile_one(build: Build) -> Built:
+    """Compile in this process; errors are told, not raised."""
+    dtypes, launches = described(meta_call(build), build.config)
+    return compile_launch(launches[-1], dtypes, build.capability)
+
+
+@pytest.fixture(scope="module")
+def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Build, Future[Built]]]:
+    """The selected builds, under way in two processes."""
+    pytest.importorskip("triton")
+    selected = [
+        item.callspec.params["build"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == test_compiles.__name__
+    ]
+    # Not a fork: torch's threads would not be in it.
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield {build: pool.submit(compile_one, build) for build in selected}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.offline
+@pytest.mark.parametrize("build", [pytest.param(build, id=str(build)) for build in builds()])
+def test_compiles(build: Build, compiled: dict[Build, Future[Built]]) -> None:
+    """It fits into the device, spills no more than its budget, and still fetches ahead and uses wgmma."""
+    built, c, device = compiled[build].result(), build.config, DEVICES[build.capability]
+    assert built.error is None, built.error
+    assert built.shared <= device.shared_memory
+    assert built.stack <= budget(build), f"{built.stack} bytes of spills with {built.registers} registers"
+    on_its_way = 4 * c.BV * c.BK if build.problem.checkpoints else 0
+    assert built.shared <= shared_bytes(c) + on_its_way
+    if c.stages > 1:
+        assert built.shared >= (c.stages - 1) * stage_bytes(c), "an operand is not fetched ahead"
+    if build.capability == 90 and c.split and (c.BK, c.BV) == (128, 64):
+        assert built.wgmma, "no wgmma"
+
+
+@pytest.mark.parametrize("device", [pytest.param(device, id=f"sm_{c}") for c, device in DEVICES.items()])
+def test_a_state_on_its_way_fits_too(device: Any) -> None:
+    """Checkpoints leave room for it, with one program per multiprocessor and with two."""
+    for H, K, dtype in itertools.product((8, 64, 200), (64, 128, 256), (torch.bfloat16, torch.float32)):
+        plain = Problem(T=8192, H=H, K=K, dtype=dtype, op="prefill")
+        c = configure(replace(plain, checkpoints=True), device)
+        assert replace(c, stages=1, recurrence_registers=None) == replace(
+            configure(plain, device), stages=1, recurrence_registers=None
+        ), "bits would depend on whether there are checkpoints"
+        if c.stages > 1:
+            programs = H * -(-128 // c.BV)
+            needed = shared_bytes(c) + 4 * c.BV * c.BK
+            assert needed <= device.shared_memory
+            if programs > device.multiprocessors and device.capability != 100:
+                assert 2 * (needed + 1024) <= device.shared_memory_per_multiprocessor
+
+
+# Launches.
+
+
+@pytest.mark.parametrize("build", builds()[:4], ids=str)
+def test_every_parameter_has_what_it_needs(build: Build) -> None:
+    pytest.importorskip("triton")
+    dtypes, launches = described(meta_call(build), build.config)
+    assert len(launches) == 2
+    for launch in launches:
+        names = launch.kernel.arg_names
+        assert set(launch.tensors) <= set(dtypes)
+        first = len(launch.tensors)
+        assert [f"p_{name}" for name in launch.tensors] == names[:first], "tensors come first"
+        assert set(names[first:]) <= set(launch.values)
+        for parameter in launch.kernel.params[first:]:
+            # Strides are integers that Triton may specialise on; of other numbers it must not.
+            is_stride = "_" in parameter.name and not parameter.is_constexpr and parameter.name != "lower_bound"
+            assert parameter.is_constexpr or is_stride != parameter.do_not_specialize
+            assert not is_stride or type(launch.values[parameter.name]) is int
+
+
+@pytest.fixture
+def jitted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Jitted]:
+    """In place of the kernel with a pool; tensors on the CPU are launched, and no form is known."""
+    pytest.importorskip("triton")
+    from flash_kda.backends import triton as backend
+    from flash_kda.backends.triton import forward, launch, prefill_launch, prepare
+
+    found = Jitted(*prefill_launch.pooled_recurrence.arg_names)
+    monkeypatch.setattr(prefill_launch, "pooled_recurrence", found)
+    monkeypatch.setattr(forward, "prepare", Jitted(*prepare.prepare.arg_names))
+    active = SimpleNamespace(get_current_stream=lambda index: STREAM)
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launch.triton, "__version__", "3.6.0")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(backend, "supports", lambda problem: None)
+    monkeypatch.setattr(forward, "device_facts", lambda index: DEVICES[90])
+    forms.form.cache_clear()
+    yield found
+    forms.form.cache_clear()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("checkpoints", ["own", "pool"])
+def test_a_known_form_is_launched_directly(jitted: Jitted, checkpoints: str) -> None:
+    """With its own tensors; output and scratch memory are all that is allocated."""
+    case = PrefillCase(PACKED, known=True, checkpoints=checkpoints)
+    calls = [case.build() for _ in range(3)]
+    for call in calls:
+        with mock.patch.object(torch, "empty", wraps=torch.empty) as empty:
+            o = flash_kda.kda_prefill(**call, backend="triton")
+    assert len(jitted.by_triton) == 1
+    assert empty.call_count == 2
+    key, arguments = jitted.direct[-1]
+    assert key == jitted.keys[0]
+    x = calls[-1]
+    c, q = x["checkpoints"], x["q"]
+    kept = x["pool"] if c.states is None else c.states
+    head = [*(x[name] for name in ROWS), x["gate"].A_log, x["gate"].dt_bias, x["cu_seqlens"]]
+    tail = [x["pool"], x["pool"], o, x["indices"], x["has_initial_state"], c.offsets, c.cu_offsets]
+    tail += [q if c.indices is None else c.indices, kept]
+    values = [value for value in jitted.by_triton[0][1] if not isinstance(value, Tensor)]
+    pointers = list(arguments[: -len(values)])
+    assert pointers[-len(tail) :] == [t.data_ptr() for t in tail]
+    # Between them are tiles, squares and decays, which are scratch memory.
+    first = len(tail) + 3 + len(head)
+    assert pointers[-first : -first + len(head)] == [t.data_ptr() for t in head]
+    assert list(arguments[-len(values) :]) == values
+    assert arguments[:4] == (*jitted.by_triton[0][0], 1, 1, STREAM)
+
+
+def other_forms() -> list[tuple[str, Call]]:
+    """Calls that differ from the first one in one thing each."""
+    base = PrefillCase(known=True, checkpoints="placed")
+
+    def call(case: PrefillCase = base, **changes: Any) -> Call:
+        return case.build() | changes
+
+    c = call()["checkpoints"]
+    pool = call()["pool"]
+    return [
+        ("no checkpoints", call(checkpoints=None)),
+        ("places in order", call(checkpoints=replace(c, indices=None))),
+        ("checkpoints in the pool", call(checkpoints=replace(c, states=None))),
+        ("offsets of 64 bits", call(checkpoints=replace(c, offsets=c.offsets.long()))),
+        ("boundaries of 64 bits", call(checkpoints=replace(c, cu_offsets=c.cu_offsets.long()))),
+        ("places of 64 bits", call(checkpoints=replace(c, indices=c.indices.long()))),
+        ("checkpoints in bfloat16", call(checkpoints=replace(c, states=c.states.bfloat16()))),
+        ("more places", call(checkpoints=replace(c, states=torch.cat([c.states, c.states])))),
+        ("fewer offsets", call(checkpoints=replace(c, offsets=c.offsets[:-1], indices=c.indices[:-1]))),
+        ("strided offsets", call(checkpoints=replace(c, offsets=c.offsets.repeat_interleave(2)[::2]))),
+        ("no indices", call(indices=None)),
+        ("no mask", call(has_initial_state=None)),
+        ("indices of 64 bits", call(indices=call()["indices"].long())),
+        ("pad index", call(pad_index=0)),
+        ("no states written", call(write_states=False)),
+        ("pool in bfloat16", call(pool=pool.bfloat16())),
+        ("more slots", call(pool=torch.cat([pool, pool]))),
+        ("strided pool", call(pool=torch.stack([pool, pool], 1)[:, 0])),
+        ("layout", call(replace(base, rows=PACKED.but(layout="kv")))),
+        ("scale", call(scale=0.5)),
+        ("packed differently", call(replace(base, rows=PACKED.but(tail=4)))),
+    ]
+
+
+@pytest.mark.parametrize(("name", "other"), other_forms(), ids=[name for name, _ in other_forms()])
+@torch.no_grad()
+def test_what_differs_shares_no_launch(name: str, other: Call, jitted: Jitted) -> None:
+    for _ in range(3):
+        for call in (PrefillCase(known=True, checkpoints="placed").build(), other):
+            flash_kda.kda_prefill(**call, backend="triton")
+    assert len(jitted.by_triton) == 2
+    assert [key for key, _ in jitted.direct] == jitted.keys * 2
+    for (_, direct), (_, given, _) in zip(jitted.direct, jitted.by_triton * 2, strict=True):
+        values = tuple(value for value in given if not isinstance(value, Tensor))
+        assert direct[-len(values) :] == values
+
+
+@pytest.mark.parametrize("rows", [BATCH.but(B=0), BATCH.but(T=0)], ids=str)
+@torch.no_grad()
+def test_nothing_is_launched_for_nothing(rows: Case, jitted: Jitted) -> None:
+    for _ in range(2):
+        assert not run(Target("triton"), PrefillCase(rows).build()).numel()
+    assert not jitted.by_triton
+
+
+# On a GPU.
+
+gpu = pytest.mark.gpu
+TRITON = Target("triton", "cuda", tolerance=6e-3, partial=True)
+
+
+def tensors_of(call: Call) -> dict[str, Tensor]:
+    """All that a call reads or writes, by name."""
+    found = {name: x for name, x in call.items() if isinstance(x, Tensor)}
+    if (c := call["checkpoints"]) is not None:
+        names = ("offsets", "cu_offsets", "states", "places")
+        found |= {f"checkpoints.{name}": x for name, x in zip(names, c.tensors, strict=True) if x is not None}
+    return found
+
+
+def turned(case: PrefillCase, seed: int) -> PrefillCase:
+    """Other values, and lengths, offsets and boundaries in another order of the sequences: as many of each."""
+    lengths = case.rows.lengths
+    if lengths is not None:
+        by = seed % len(lengths)
+        lengths = lengths[by:] + lengths[:by]
+    return replace(case, seed=seed, rows=case.rows.but(seed=seed, lengths=lengths))
+
+
+@gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        PrefillCase(PACKED.but(K=128, V=128, dtype="bfloat16"), known=True),
+        PrefillCase(PACKED.but(K=128, V=128, dtype="bfloat16"), every=64, checkpoints="pool", pad=0),
+        PrefillCase(PACKED.but(K=64, V=64, cu_dtype="int32"), checkpoints="placed", every=48, index_dtype="int64"),
+        PrefillCase(PACKED.but(layout="kv", state_dtype="bfloat16", gate="softplus"), index=False, known=True),
+        PrefillCase(PACKED, checkpoints="none"),
+        PrefillCase(BATCH.but(K=128, V=128), checkpoints="pool", every=20),
+    ],
+    ids=str,
+)
+def test_replay_is_eager(case: PrefillCase) -> None:
+    """A captured call, replayed with other rows, states, boundaries, indices and offsets, gives a plain one's bits."""
+    buffers = case.build("cuda")
+    out = torch.empty_like(buffers["v"])
+    run(TRITON, buffers, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        flash_kda.kda_prefill(**buffers, out=out, backend="triton")
+    for seed in range(1, 6):
+        call = turned(case, seed).build("cuda")
+        # The gate's parameters belong to the model: they stay.
+        call["gate"] = buffers["gate"]
+        for name, x in tensors_of(buffers).items():
+            x.copy_(tensors_of(call)[name])
+        out.fill_(math.nan)
+        graph.replay()
+        o = run(TRITON, call)
+        assert_same_bits(out, o, f"o of replay {seed}")
+        for name, x in tensors_of(buffers).items():
+            assert_same_bits(x, tensors_of(call)[name], f"{name} after replay {seed}")
+
+
+@gpu
+@pytest.mark.parametrize("case", parameters(CASES[::2]))
+@torch.no_grad()
+def test_a_known_form_gives_the_bits_of_a_checked_call(case: PrefillCase) -> None:
+    first, second, other = (case.build("cuda"), case.build("cuda"), turned(case, 1).build("cuda"))
+    forms.form.cache_clear()
+    o = run(TRITON, first)
+    run(TRITON, other)
+    assert_same_bits(run(TRITON, second), o, "o")
+    for name, x in tensors_of(second).items():
+        assert_same_bits(x, tensors_of(first)[name], name)
+
+
+@gpu
+@pytest.mark.parametrize("checkpoints", ["none", "own", "pool"])
+@pytest.mark.parametrize("gate", ["lower_bound", "softplus"])
+def test_no_wait_no_compilation(checkpoints: str, gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first call: other lengths, values, offsets and pad indices; output and scratch are allocated alone."""
+    import triton
+
+    rows = Case(lengths=(300, 1, 0, 77, 130, 1), H=4, HV=8, K=128, V=128, dtype="bfloat16", gate=gate)
+    case = PrefillCase(rows, known=True, checkpoints=checkpoints, every=48)
+    calls = [replace(turned(case, seed), pad=pad).build("cuda") for seed, pad in ((0, -1), (1, -1), (2, 0), (3, 0))]
+    outs = [torch.empty_like(call["v"]) for call in calls]
+    run(TRITON, calls[0], out=outs[0])
+    torch.cuda.synchronize()
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what["repr"]))
+    allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for call, out in zip(calls * 2, outs * 2, strict=True):
+            flash_kda.kda_prefill(**call, out=out, backend="triton")
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated + 8
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not compiled
+
+
+@gpu
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("gate", ["lower_bound", "softplus", "log"])
+def test_model_shapes(gate: str, layout: str, state_dtype: str) -> None:
+    """K = V = 128 in bfloat16, prompts beside rows of one token, against the definition."""
+    rows = Case(lengths=(1, 600, 1, 130, 33, 1), H=2, HV=4, K=128, V=128, dtype="bfloat16", gate=gate)
+    rows = rows.but(layout=layout, state_dtype=state_dtype)
+    check(TRITON, PrefillCase(rows, every=64, known=True, kept_dtype=state_dtype))
+    check(TRITON, PrefillCase(rows, ragged=True, checkpoints="pool"))
+
+
+@gpu
+@torch.no_grad()
+def test_a_long_prompt_beside_single_tokens() -> None:
+    """8192 tokens and rows of one token in one call: each has the bits of its own call, and so do checkpoints."""
+    lengths = (1, 8192, 1, 1, 1000, 1)
+    case = PrefillCase(Case(lengths=lengths, H=8, K=128, V=128, dtype="bfloat16"), every=1024, padding=False)
+    call = case.build("cuda")
+    first = call["pool"][call["indices"].long()].clone()
+    o = run(TRITON, call)
+    kept = prefilling.kept_by(call)
+    assert kept is not None
+    ends = call["checkpoints"].cu_offsets.tolist()
+    for n, (_, start, end) in enumerate(prefilling.spans_of(call)):
+        alone = row_call(call, n, end - start, first[n : n + 1])
+        want, state = flash_kda.kda(**alone, backend="triton")
+        assert_same_bits(o[:, start:end], want, f"o of sequence {n}")
+        assert state is not None
+        assert_same_bits(call["pool"][int(call["indices"][n])], state[0], f"state {n}")
+        for i in range(ends[n], ends[n + 1]):
+            offset = int(call["checkpoints"].offsets[i])
+            _, state = flash_kda.kda(**row_call(call, n, offset, first[n : n + 1]), backend="triton")
+            assert state is not None
+            assert_same_bits(kept[i], state[0], f"state of sequence {n} after {offset}")
+    assert ends[-1] == 8, "there are no checkpoints"
+
+
+@gpu
+@pytest.mark.parametrize("every", [16, 24])
+def test_checkpoints_inside_of_chunks(every: int) -> None:
+    """They are computed in float32: as close as the states of shorter calls."""
+    rows = Case(lengths=(200, 90), H=2, K=128, V=128, dtype="bfloat16", strength="slow")
+    case = PrefillCase(rows, every=every, padding=False)
+    call = case.build("cuda")
+    before = prefilling.on_cpu(call)
+    run(TRITON, call)
+    _, _, kept = prefilling.expected(before)
+    got = prefilling.kept_by(call)
+    assert got is not None
+    assert len(kept) == 200 // every + 90 // every
+    for place, state in kept.items():
+        assert_close(got[place].cpu().transpose(0, 1), state.transpose(0, 1), TRITON.tolerance, f"checkpoint {place}")
+
+
+@gpu
+def test_pools_of_more_than_two_to_the_31_elements() -> None:
+    case = PrefillCase(Case(lengths=(70,), H=2, K=128, V=128), padding=False, checkpoints="pool", every=35)
+    call, small = case.build("cuda"), case.build("cuda")
+    slots = 2**31 // (2 * 128 * 128) + 9
+    if torch.cuda.mem_get_info()[0] < 3 * slots * 2 * 128 * 128 * 4 // 2:
+        pytest.skip("the GPU has not enough memory")
+    places = torch.tensor([slots - 3, slots - 2, 0, 0], dtype=torch.int32, device="cuda")
+    call["pool"] = torch.zeros(slots, 2, 128, 128, device="cuda")
+    call["indices"] = torch.tensor([slots - 1], dtype=torch.int32, device="cuda")
+    call["checkpoints"] = replace(call["checkpoints"], indices=places)
+    call["pool"][slots - 1] = small["pool"][int(small["indices"][0])]
+    assert_same_bits(run(TRITON, call), run(TRITON, small), "o")
+    for i, place in enumerate((slots - 3, slots - 2)):
+        state = small["pool"][int(small["checkpoints"].indices[i])]
+        assert_same_bits(call["pool"][place], state, f"checkpoint {i}")
+        call["pool"][place] = 0
+    assert_same_bits(call["pool"][slots - 1], small["pool"][int(small["indices"][0])], "state")
+    call["pool"][slots - 1] = 0
+    # In parts: a count of the whole takes as much memory again.
+    assert not any(bool(part.any()) for part in call["pool"].split(1024))
+
+
+@gpu
+def test_hopper_declines_with_a_reason() -> None:
+    call = PrefillCase(Case(lengths=(500,), H=2, K=128, V=128, dtype="bfloat16"), padding=False, every=64).build("cuda")
+    answer = flash_kda.explain(prefilling.checked(call).problem)
+    assert answer.backend == "triton"
+    assert "pool" in answer.reasons["hopper"]
+    with flash_kda.record_backends() as ran:
+        flash_kda.kda_prefill(**call)
+    assert ran == ["triton"]
