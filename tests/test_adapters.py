@@ -234,25 +234,36 @@ def test_vllm_packed_decode(device: str, lower_bound: float | None, scale: float
 
 @on_devices
 @gates
-def test_vllm_chunk(device: str, lower_bound: float | None) -> None:
+@pytest.mark.parametrize(("l2norm", "scale"), [(True, None), (True, 0.4), (False, None)])
+def test_vllm_chunk(device: str, lower_bound: float | None, l2norm: bool, scale: float | None) -> None:
     x, lengths = tokens(75, device, lower_bound), (1, 33, 0, 40)
+    if not l2norm:
+        x.mixed.mul_(0.2)
     start = states(4, device=device)
     o, final = run_here(
         x, device,
         lambda: vllm.chunk_kda_with_fused_gate(
-            *x.rows.values(), A_log=x.A_log, g_bias=x.dt_bias, lower_bound=lower_bound, initial_state=start,
-            output_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=ends_of(lengths, device),
+            *x.rows.values(), A_log=x.A_log, g_bias=x.dt_bias, lower_bound=lower_bound, scale=scale,
+            initial_state=start, output_final_state=True, use_qk_l2norm_in_kernel=l2norm,
+            cu_seqlens=ends_of(lengths, device),
         ),
     )  # fmt: skip
-    check_sequences(x, lengths, o, final, start, device)
+    check_sequences(x, lengths, o, final, start, device, qk_l2norm=l2norm, scale=scale)
+    assert vllm.chunk_kda_with_fused_gate(*x.rows.values(), A_log=x.A_log, g_bias=x.dt_bias)[1] is None
 
 
 def check_sequences(
-    x: Tokens, lengths: tuple[int, ...], o: Tensor, final: Tensor | None, start: Tensor | None, device: str
+    x: Tokens,
+    lengths: tuple[int, ...],
+    o: Tensor,
+    final: Tensor | None,
+    start: Tensor | None,
+    device: str,
+    **changes: Any,
 ) -> None:
     """Output and final states of packed sequences against the definition."""
     for n, (first, end) in enumerate(pairwise(accumulate(lengths, initial=0))):
-        right, state = after(x, first, end, None if start is None else start[n])
+        right, state = after(x, first, end, None if start is None else start[n], **changes)
         assert_close(o[0, first:end], right, PREFILL[device], f"o of sequence {n}")
         if final is not None:
             assert_state(final[n], state, PREFILL[device], f"state {n}")
@@ -300,9 +311,9 @@ def test_vllm_fwd_with_checkpoints(device: str, kept: Kept, into: str) -> None:
     options |= {"checkpoint_state": saved, "checkpoint_offsets": ints(*kept.offsets, device=device)}
     if kept.indptr is not None:
         options["checkpoint_indptr"] = ints(*kept.indptr, device=device)
-    place = (None, out, workspace, x.A_log.flatten(), x.dt_bias, -5.0)
+    place = (0.3, out, workspace, x.A_log.flatten(), x.dt_bias, -5.0)
     run_here(x, device, lambda: vllm.fwd(*x.rows.values(), *place, **options))
-    check_sequences(x, lengths, out, final, given, device)
+    check_sequences(x, lengths, out, final, given, device, scale=0.3)
     if start is not None and given is not None and into != "its own":
         assert_same_bits(start, given, "initial_state")
     assert torch.equal(workspace, torch.arange(1000, dtype=torch.uint8, device=device))
@@ -333,6 +344,28 @@ def test_checkpoints_of_a_batch_in_bfloat16(device: str) -> None:
         assert_close(out[n], right, PREFILL[device], f"o of row {n}")
         assert_state(final[n], state, PREFILL[device], f"state {n}")
         assert_state(saved[n], after(x, 20 * n, 20 * n + offset, start[n])[1], PREFILL[device], f"state {n} inside")
+
+
+@on_devices
+def test_one_initial_state_of_all_sequences(device: str) -> None:
+    """A state with stride 0 between sequences is a right initial state, with checkpoints too."""
+    x, start = tokens(40, device), states(1, device=device)
+    out, saved = torch.empty(1, 40, HV, V, device=device), torch.empty(2, HV, V, K, device=device)
+    options = {"cu_seqlens": ends_of((15, 25), device), "checkpoint_state": saved}
+    options |= {"checkpoint_offsets": ints(15, 16, device=device), "initial_state": start.expand(2, -1, -1, -1)}
+    run_here(
+        x, device, lambda: flash_kda.fwd(*x.rows.values(), None, out, x.A_log.flatten(), x.dt_bias, -5.0, **options)
+    )
+    check_sequences(x, (15, 25), out, None, start.expand(2, -1, -1, -1), device)
+    for n, (first, end) in enumerate(((0, 15), (15, 31))):
+        assert_state(saved[n], after(x, first, end, start[0])[1], PREFILL[device], f"state {n}")
+
+
+def test_fwd_checks_its_workspace() -> None:
+    x, out = tokens(4, "cpu"), torch.empty(1, 4, HV, V)
+    for workspace in (7, torch.empty(8, 8, dtype=torch.uint8)[:, 1]):
+        with pytest.raises((TypeError, ValueError), match="^workspace:"):
+            vllm.fwd(*x.rows.values(), None, out, workspace, x.A_log.flatten(), x.dt_bias, -5.0)
 
 
 def test_fwd_is_flash_kdas_fwd() -> None:
@@ -568,6 +601,7 @@ WRONG: tuple[tuple[str, str, Any, type[Exception]], ...] = (
     ("recurrent", "raw_g", torch.zeros(1, 4, HV, V), ValueError),
     ("recurrent", "out", torch.zeros(1, 4, HV, K), ValueError),
     ("packed", "raw_g", torch.zeros(3, 1, HV, K), ValueError),
+    ("packed", "raw_g", torch.zeros(3, HV, K), ValueError),
     ("packed", "raw_beta", torch.zeros(3, HV), ValueError),
     ("packed", "state_indices", ints(1, 2, device="cpu"), ValueError),
 )

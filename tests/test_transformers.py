@@ -199,12 +199,12 @@ def test_gradients(kimi: ModuleType) -> None:
         assert error <= 1e-4, f"gradient of {name}: relative error {error:.3g}"
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("dtype", "l2norm"), [("bfloat16", True), ("float32", True), ("float32", False)])
 @pytest.mark.parametrize("model", compat.MODELS)
-def test_functions_are_transformers_functions(model: str, dtype: str) -> None:
+def test_functions_are_transformers_functions(model: str, dtype: str, l2norm: bool) -> None:
     """Each of a module's two functions, with and without a state, in the layers' layout of q, k and v."""
     module = modelling(model)
-    case = Case(B=2, T=70, H=3, V=24, gate="log", logit=False, dtype=dtype, layout="kv")
+    case = Case(B=2, T=70, H=3, V=24, gate="log", logit=False, dtype=dtype, layout="kv", l2norm=l2norm)
     call = case.build()
     for function, T in ((compat.FUNCTIONS[0], 70), (compat.FUNCTIONS[1], 1)):
         names = zip(("query", "key", "value", "g", "beta"), ("q", "k", "v", "g", "beta"), strict=True)
@@ -212,7 +212,7 @@ def test_functions_are_transformers_functions(model: str, dtype: str) -> None:
         for name in ("query", "key", "value"):  # the last dimension is not dense after the convolution
             rows[name] = rows[name].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
         for state in (None, call["initial_state"]):
-            options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+            options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": l2norm}
             want, right = own(module, function)(**rows, **options)
             got, final = getattr(compat, function)(**rows, **options, output_attentions=False)
             assert got.dtype == want.dtype
@@ -250,7 +250,7 @@ def test_packed_sequences() -> None:
             function(*rows, **options)
 
 
-def test_register_says_what_it_found() -> None:
+def test_register_says_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
     module = modelling("kimi_linear")
     before = {name: getattr(module, name) for name in compat.FUNCTIONS}
     found = compat.register()
@@ -261,8 +261,12 @@ def test_register_says_what_it_found() -> None:
             assert getattr(module, name) is getattr(compat, name)
     finally:
         compat.unregister()
-    compat.unregister()
     assert {name: getattr(module, name) for name in compat.FUNCTIONS} == before
+    others = {name: object() for name in compat.FUNCTIONS}
+    for name, other in others.items():
+        monkeypatch.setattr(module, name, other)
+    compat.unregister()  # nothing is registered: what others put there stays
+    assert {name: getattr(module, name) for name in compat.FUNCTIONS} == others
 
 
 def test_register_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,8 +138,7 @@ def _run(inputs: Inputs, kept: Checkpoints | None, out: Tensor, final_state: Ten
     S0 = inputs.initial_state
     is_own = False
     if S0 is None:
-        dtype = inputs.state_dtype if final_state is None else final_state.dtype
-        pool = torch.zeros(inputs.state_shape, dtype=dtype, device=inputs.q.device)
+        pool = torch.zeros(inputs.state_shape, dtype=inputs.state_dtype, device=inputs.q.device)
     else:
         is_own = (final_state is None or final_state.data_ptr() == S0.data_ptr()) and 0 not in S0.stride()
         pool = S0 if is_own else S0.clone()

@@ -157,8 +157,8 @@ def fused_recurrent_kda_packed_decode(
     q, k, v = split_packed(mixed_qkv, initial_state)
     g, beta = tensor("raw_g", raw_g), tensor("raw_beta", raw_beta)
     for name, x, ndim in (("raw_g", g, 4), ("raw_beta", beta, 3)):
-        if x.ndim != ndim or x.shape[:2] != (1, q.shape[0]):
-            raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected [1, N, ...] with N = {q.shape[0]}")
+        if x.ndim != ndim:
+            raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {ndim} dimensions, the first two [1, N]")
     o = kda_decode(
         q,
         k,
