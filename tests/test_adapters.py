@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -364,7 +366,7 @@ def test_one_initial_state_of_all_sequences(device: str) -> None:
 def test_fwd_checks_its_workspace() -> None:
     x, out = tokens(4, "cpu"), torch.empty(1, 4, HV, V)
     for workspace in (7, torch.empty(8, 8, dtype=torch.uint8)[:, 1]):
-        with pytest.raises((TypeError, ValueError), match="^workspace:"):
+        with pytest.raises((TypeError, ValueError), match=r"^workspace:"):
             vllm.fwd(*x.rows.values(), None, out, workspace, x.A_log.flatten(), x.dt_bias, -5.0)
 
 
@@ -709,3 +711,18 @@ if found: raise SystemExit(f"imported {found}")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_guide_runs() -> None:
+    """The code of docs/drop-in.md from vLLM on, in its order, but for Transformers'."""
+    text = (Path(__file__).parents[1] / "docs" / "drop-in.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert "compat import vllm" in blocks[3]
+    names: dict[str, Any] = {}
+    exec(blocks[3], names)
+    assert names["cache"].flatten(1).any(1).nonzero().flatten().tolist() == [2, 5, 6]
+    before = names["cache"].clone()
+    exec(blocks[4], names)
+    assert (names["cache"] != before).flatten(1).any(1).nonzero().flatten().tolist() == [0]
+    assert names["o"].count_nonzero((2, 3)).bool().tolist() == [[True, True, False]]
+    assert names["drafts"].flatten(2).any(2).tolist() == [[True, True], [False, False]]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import re
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -288,3 +290,14 @@ def test_register_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib, "import_module", without("transformers.models"))
     with pytest.raises(ImportError, match="no KDA layers of kimi_linear"):
         compat.register("kimi_linear")
+
+
+def test_the_guide_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The last block of docs/drop-in.md."""
+    modelling("kimi_linear")
+    text = (Path(__file__).parents[1] / "docs" / "drop-in.md").read_text()
+    try:
+        exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[-1], {"torch": torch, "flash_kda": flash_kda})
+    finally:
+        compat.unregister()
+    assert capsys.readouterr().out == "('kimi_linear',)\n['cpu']\n"

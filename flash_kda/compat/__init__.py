@@ -1,1 +1,4 @@
-"""The interfaces of other KDA libraries, mapped onto this one: ``flashkda`` (FlashKDA's own) and ``fla`` (FLA's)."""
+"""The interfaces of other KDA libraries and of engines, mapped onto this one.
+
+``flashkda`` is FlashKDA's own, ``fla`` FLA's; ``vllm``, ``sglang`` and ``transformers`` are those engines'.
+"""
