@@ -602,6 +602,8 @@ WRONG: tuple[tuple[str, str, Any, type[Exception]], ...] = (
     ("recurrent", "initial_state", torch.zeros(4, HV, K, V), ValueError),
     ("recurrent", "raw_g", torch.zeros(1, 4, HV, V), ValueError),
     ("recurrent", "out", torch.zeros(1, 4, HV, K), ValueError),
+    ("packed", "mixed_qkv", torch.zeros(2 * H * K + HV * V, 3).T, ValueError),
+    ("packed", "initial_state", torch.zeros(4, HV, V), ValueError),
     ("packed", "raw_g", torch.zeros(3, 1, HV, K), ValueError),
     ("packed", "raw_g", torch.zeros(3, HV, K), ValueError),
     ("packed", "raw_beta", torch.zeros(3, HV), ValueError),

@@ -95,7 +95,7 @@ def extend(
     return (o, None) if return_intermediate_states else o
 
 
-@naming(pool="ssm_states", indices="cache_indices", g="a", beta="b")
+@naming(q="mixed_qkv", pool="ssm_states", indices="cache_indices", g="a", beta="b")
 def packed_decode(
     mixed_qkv: Tensor,
     a: Tensor,

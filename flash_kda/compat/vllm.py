@@ -130,7 +130,7 @@ def fused_recurrent_kda(
     return o, initial_state
 
 
-@naming(g="raw_g", beta="raw_beta", pool="initial_state", indices="state_indices")
+@naming(q="mixed_qkv", g="raw_g", beta="raw_beta", pool="initial_state", indices="state_indices")
 def fused_recurrent_kda_packed_decode(
     mixed_qkv: Tensor,
     raw_g: Tensor,
