@@ -290,7 +290,7 @@ def test_offsets_that_do_not_increase_on_a_gpu(target: Target) -> None:
     offsets[:4] = torch.tensor([32, 16, 32, 48])
     wrong = call | {"checkpoints": replace(c, offsets=offsets)}
     if target.device == "cpu":
-        with pytest.raises(ValueError, match="checkpoints.offsets: got 16 after 32 in sequence 0"):
+        with pytest.raises(ValueError, match=r"checkpoints\.offsets: got 16 after 32 in sequence 0"):
             flash_kda.kda_prefill(**wrong, backend=target.backend)
         return
     before = prefilling.on_cpu(wrong)
