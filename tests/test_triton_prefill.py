@@ -214,6 +214,15 @@ def test_a_state_on_its_way_fits_too(device: Any) -> None:
                 assert 2 * (needed + 1024) <= device.shared_memory_per_multiprocessor
 
 
+def test_a_prompt_beside_single_tokens_has_chunks_in_flight() -> None:
+    """However many they are; rows of a single token alone need none."""
+    H200 = DEVICES[90]
+    alone = Problem(T=8192, H=8, packed=True, N=1, op="prefill")
+    mixed = replace(alone, T=8192 + 500, N=501)
+    assert configure(mixed, H200).stages == configure(replace(alone, H=8 * 501), H200).stages > 1
+    assert configure(replace(mixed, T=501), H200).stages == 1
+
+
 # Launches.
 
 
