@@ -151,7 +151,7 @@ def plan(call: Signature, out: Written, final: Written | None) -> Plan:
 Planner: TypeAlias = Callable[[Signature, Written, Written | None], Plan]
 
 
-def launch(inputs: Inputs, out: Tensor, final: Tensor | None, planner: Planner = plan) -> None:
+def launch(inputs: Inputs, out: Tensor, final: Tensor | None, planner: Planner | None = None) -> None:
     """Write the output and, if given, the final state. T and N are at least 1."""
     A_log, dt_bias = gate_parameters(inputs.gate)
     cu = inputs.cu_seqlens
@@ -163,11 +163,11 @@ def launch(inputs: Inputs, out: Tensor, final: Tensor | None, planner: Planner =
         *(inputs.initial_state, final, out),
     )
     of_final = None if final is None else (final.dtype, final.stride())
-    planner(inputs.signature, (out.dtype, out.stride()), of_final)(tensors)
+    (planner or plan)(inputs.signature, (out.dtype, out.stride()), of_final)(tensors)
 
 
 def forward(
-    inputs: Inputs, out: Tensor | None, final: Tensor | None, planner: Planner = plan
+    inputs: Inputs, out: Tensor | None, final: Tensor | None, planner: Planner | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Output ``[B, T, HV, V]`` in v's dtype and final state (None unless asked for), into the tensors given."""
     signature, S0 = inputs.signature, inputs.initial_state
