@@ -183,6 +183,7 @@ def typical_problems() -> dict[str, Problem]:
         "prefill, 6 packed sequences": Problem(T=8192, H=64, N=6, packed=True),
         "training, 32 heads": Problem(T=8192, H=32, grad=True),
         "decode, 128 rows": Problem(B=128, T=1, H=12, op="decode"),
+        "prefill into a pool": Problem(T=8192, H=64, N=6, packed=True, op="prefill", checkpoints=True),
         "float32 on the processor": Problem(T=1024, H=4, dtype=torch.float32, grad=True, device="cpu"),
     }
 

@@ -146,6 +146,29 @@ def same_bits() -> None:
     assert_same_bits(state3, state[2:3], "state alone")
 
 
+def in_parts(B: int, T: int) -> None:
+    """A workspace of 192 rows at most: the same bits as with room for all, in place too."""
+    from flash_kda.backends.triton import forward
+
+    call = Case(B=B, T=T, gate="softplus", HV=4).build()
+    o, state = run(call)
+    inputs = inputs_of(call)
+    out, final = torch.full_like(o, math.nan), call["initial_state"]
+    launched = mock.patch.object(forward, "launch", wraps=forward.launch)
+    with (
+        mock.patch.object(forward, "MOST_ROWS", 192),
+        mock.patch.object(forward, "device_facts", return_value=H200),
+        launched as launches,
+    ):
+        forward.launch_in_parts(inputs, out, final, None)
+    sizes = [x.args[0].v.shape[0] * x.args[0].v.shape[1] * x.args[0].v.shape[2] for x in launches.call_args_list]
+    assert len(sizes) > 1, "one launch"
+    assert max(sizes) <= 192, sizes
+    assert sum(sizes) == B * T * 4, sizes
+    assert_same_bits(out, o, "o")
+    assert_same_bits(final, state, "state")
+
+
 def segments(lengths: tuple[int, ...] | None) -> None:
     """The states before the segments of cut sequences: numbered with gaps where packed, and untouched elsewhere."""
     from flash_kda.backends.triton.segments import scan_segments
@@ -201,6 +224,9 @@ CASES: dict[str, Callable[[], None]] = {
     "strided": strided,
     "in place": in_place,
     "same bits": same_bits,
+    "in parts of the tokens": partial(in_parts, 1, 100),
+    "in parts of the batch": partial(in_parts, 3, 40),
+    "in parts of both": partial(in_parts, 2, 70),
     "segments": partial(segments, None),
     "segments, packed": partial(segments, (300, 0, 65)),
     **{

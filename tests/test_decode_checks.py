@@ -306,7 +306,7 @@ def test_the_code_of_the_serving_guide_runs() -> None:
     """In its order, and it does what its comments say."""
     text = (Path(__file__).parents[1] / "docs" / "serving.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     names: dict[str, Any] = {}
     exec(blocks[0], names)
     assert names["pool"].flatten(1).any(1).nonzero().flatten().tolist() == [2, 5]
@@ -318,3 +318,13 @@ def test_the_code_of_the_serving_guide_runs() -> None:
     kept = bits(names["pool"]).clone()
     exec(blocks[2], names)
     assert torch.equal(bits(names["pool"]), kept)
+    before = names["pool"].clone()
+    exec(blocks[3], names)
+    after = names["pool"]
+    assert (after != before).flatten(1).any(1).nonzero().flatten().tolist() == [1, 3, 4, 6]
+    assert names["o"][0, :131].flatten(1).any(1).all()
+    assert not names["o"][0, 131:].count_nonzero()
+    rows = {name: names[name][:, :128] for name in ("q", "k", "v", "g", "beta")}
+    _, state = flash_kda.kda(**rows, gate=names["gate"], output_final_state=True)
+    assert state is not None
+    torch.testing.assert_close(after[6], state[0])

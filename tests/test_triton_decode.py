@@ -508,7 +508,7 @@ def test_host_time() -> None:
     def enqueue() -> Tensor:
         return flash_kda.kda_decode(**call, backend="triton")
 
-    assert harness.host_us([enqueue], rounds=10, calls=20) < 40
+    assert harness.host_us([enqueue], rounds=10, calls=20) < 100
 
 
 @gpu

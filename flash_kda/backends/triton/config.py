@@ -77,7 +77,8 @@ def configure(problem: Problem, device: Device) -> Config:
     """The configuration for a problem with K and V of at most 256.
 
     Args:
-        problem: its ``T`` and ``N`` serve as a guess of the sequences' length when they are packed.
+        problem: its ``T`` and ``N`` serve as a guess of the sequences' length when they are packed: an even one, or
+            for prefill into a pool, which is for serving, that of one long sequence.
     """
     HV, N = problem.HV or problem.H, max(1, problem.N or problem.B)
     BK = max(16, _power_of_two(problem.K))
@@ -86,7 +87,11 @@ def configure(problem: Problem, device: Device) -> Config:
     most_BV = (64 if BK <= 128 else 32) if split else (32 if BK <= 128 else 16)
     BV = min(most_BV, max(16, _power_of_two(problem.V)))
     programs = N * HV * math.ceil(problem.V / BV)
-    chunks = max(1, math.ceil(problem.B * problem.T / N / CHUNK))
+    tokens = problem.B * problem.T / N
+    if problem.op == "prefill" and problem.packed:
+        # One prompt beside rows of a single token: it takes longest, and must not be slowed down by their number.
+        tokens = problem.T - N + 1
+    chunks = max(1, math.ceil(tokens / CHUNK))
     element = 2 if split else 4
     stage = element * (3 * CHUNK * BK + 2 * CHUNK * CHUNK * (2 if split else 1) + CHUNK * BV) + 4 * BK
     # One program has a multiprocessor to itself while there are enough; then two share it, each with less in flight.
