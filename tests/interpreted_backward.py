@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
@@ -18,6 +19,7 @@ import torch
 from cases import TENSORS, Call, Case, inputs_of, leaves
 from compare import assert_outputs, assert_same_bits, assert_states, rms
 from interpreted import H200, run_cases
+from rounding import as_on_a_gpu
 from torch import Tensor
 
 from flash_kda.reference import kda_recurrent
@@ -63,10 +65,32 @@ def check(call: Call, *, with_dS: bool = True, tolerance: float = TOLERANCE) -> 
     compare(run(call, do, dS if with_dS else None), expected(call, do, dS if with_dS else None), call, tolerance)
 
 
-def errors(call: Call) -> dict[str, float]:
-    """The RMSE ratio of every gradient, whole."""
-    got, want = run(call, *seeds(call)), expected(call, *seeds(call))
-    return {name: float((got[name] - x).norm() / x.norm().clamp(min=1e-30)) for name, x in want.items()}
+# Of bfloat16 or float16 inputs, by head and whole; that of A_log is a number in which all terms may cancel.
+HALF_TOLERANCE = dict.fromkeys(NAMES, 6e-3) | {"g": 1e-2, "A_log": 2e-2}
+
+
+def errors(got: Found, want: Found) -> dict[str, float]:
+    """The RMSE ratio of every gradient: the worst head's, or the whole for those of A_log."""
+    assert got.keys() == want.keys(), f"got gradients of {list(got)}, expected those of {list(want)}"
+    found = {}
+    for name, w in want.items():
+        d = got[name].detach().cpu().double().reshape(w.shape)
+        # Heads first: they are the third dimension of rows, the second of states, the first of dt_bias.
+        dim = {"A_log": None, "dt_bias": 0, "initial_state": 1}.get(name, 2)
+        pairs = [(d, w.double())] if dim is None else zip(d.unbind(dim), w.double().unbind(dim), strict=True)
+        found[name] = max(float((x - y).norm() / y.norm().clamp(min=1e-30)) for x, y in pairs)
+    return found
+
+
+def half(case: Case) -> None:
+    """bfloat16 tiles as a GPU rounds them: pairs for the squares, parts that rounding lost, operands in float16."""
+    call = case.build()
+    do, dS = seeds(call)
+    do = do.to(call["v"].dtype)
+    with as_on_a_gpu():
+        got = run(call, do, 0.1 * dS)
+    found = errors(got, expected(call, do.double(), 0.1 * dS))
+    assert all(x <= HALF_TOLERANCE[name] for name, x in found.items()), f"RMSE ratios {found}"
 
 
 def compare(got: Found, want: Found, call: Call, tolerance: float) -> None:
@@ -97,6 +121,41 @@ def forgotten() -> None:
     g[..., ::3] = -20.0
     g[..., 1::6] = -math.inf
     check(call | {"g": g})
+
+
+def on_the_tape() -> None:
+    """The differentiable function: dtypes, what wants no gradient, a second backward, and no second derivative."""
+    from flash_kda.backends.triton import autograd, forward, gradients
+
+    facts = {"device_facts": lambda index: H200}
+    here = mock.patch.multiple(torch.cuda, current_device=lambda: None, device=lambda _: nullcontext())
+    call = Case(lengths=(33, 0, 5), HV=4, tail=2, dt_bias="flat", layout="kv").build()
+    do, dS = seeds(call)
+    want = expected(call, do, dS)
+    with here, mock.patch.multiple(forward, **facts), mock.patch.multiple(gradients, **facts):
+        taped, found = leaves(call)
+        o, S = autograd.run_with_grad(inputs_of(taped))
+        assert S is not None
+        loss = (o * do).sum() + (S * dS).sum()
+        first = torch.autograd.grad(loss, list(found.values()), retain_graph=True)
+        second = torch.autograd.grad(loss, list(found.values()), create_graph=True)
+        compare(dict(zip(found, first, strict=True)), want, call, TOLERANCE)
+        for name, a, b in zip(found, first, second, strict=True):
+            assert_same_bits(b.detach(), a, f"d{name} once more")
+        try:
+            second[0].square().sum().backward()
+        except NotImplementedError as error:
+            assert "second derivatives" in str(error)
+        else:
+            raise AssertionError("a second derivative came out")
+        one, alone = leaves(call, ("k",))
+        o, _ = autograd.run_with_grad(inputs_of(one | {"output_final_state": False}))
+        (got,) = torch.autograd.grad((o * do).sum(), [alone["k"]])
+        compare({"k": got}, {"k": expected(call, do, None)["k"]}, call, TOLERANCE)
+        nothing, found = leaves(Case(T=0).build())
+        _, S = autograd.run_with_grad(inputs_of(nothing))
+        (got,) = torch.autograd.grad([S], [found["initial_state"]], [torch.full_like(S, 0.5)])
+        assert_same_bits(got, torch.full_like(S, 0.5), "dinitial_state without tokens")
 
 
 def no_write() -> None:
@@ -182,16 +241,25 @@ _PLAIN = (
     Case(lengths=(0, 0), tail=5),
     Case(lengths=(1,) * 12, T=12, H=1, gate="softplus"),
     Case(neg=True, strength="slow", T=40),
-    Case(neg=True, logit=False, T=33),
+    Case(logit=False, T=33),
     Case(l2norm=False, K=140, H=1, T=33),
     Case(l2norm=False, logit=False, gate="log", scale=-0.3, T=40),
-    Case(state_dtype="bfloat16", T=33, H=1),
+)
+_HALF = (
+    Case(T=128, H=1, HV=2, K=64, V=40, dtype="bfloat16", state_dtype="bfloat16"),
+    Case(T=100, H=1, K=128, V=128, dtype="bfloat16", strength="slow"),
+    Case(T=128, H=1, K=64, V=64, dtype="bfloat16", gate="softplus", strength="slow", layout="kv"),
+    Case(lengths=(70, 0, 33), tail=3, K=64, V=64, dtype="bfloat16", gate="log", strength="hostile"),
+    Case(T=128, H=1, K=60, V=64, dtype="float16"),
+    Case(T=128, H=1, K=64, V=64, dtype="bfloat16", logit=False),
 )
 CASES: dict[str, Callable[[], None]] = {
     **{str(case): partial(lambda case: check(case.build()), case) for case in _PLAIN},
     "collinear": collinear,
     "forgotten": forgotten,
     "no write": no_write,
+    "on the tape": on_the_tape,
+    **{f"half {case}": partial(half, case) for case in _HALF},
     "strided": strided,
     "output alone": output_alone,
     "same bits": same_bits,

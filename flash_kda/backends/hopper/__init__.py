@@ -29,6 +29,8 @@ def supports(problem: Problem) -> str | None:
     p = problem
     if p.op != "forward":
         return "has no kernel for decoding"
+    if p.grad:
+        return "computes no gradients"
     if p.dtype != torch.bfloat16:
         return f"takes bfloat16; the tensors are {p.dtype}"
     if p.K != 128 or p.V % 64:

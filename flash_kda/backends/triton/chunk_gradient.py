@@ -36,10 +36,10 @@ def _locate(p_cu, slot, T, N, C: tl.constexpr, PACKED: tl.constexpr, SEARCH: tl.
 
 
 @triton.jit
-def _row_counts_token(BIT: tl.constexpr, C: tl.constexpr, TRANSPOSED: tl.constexpr):
+def _row_counts_token(bit, C: tl.constexpr, TRANSPOSED: tl.constexpr):
     """``[C, C]``, 1 where the decay of the row's token (the column's if TRANSPOSED) is part of the other's factor.
 
-    The factors are those of the join of blocks of 2^BIT tokens: a late row decays from the boundary to itself, an early
+    The factors are those of the join of blocks of 2^bit tokens: a late row decays from the boundary to itself, an early
     row from itself to the boundary.
     """
     o = tl.arange(0, C)
@@ -47,15 +47,15 @@ def _row_counts_token(BIT: tl.constexpr, C: tl.constexpr, TRANSPOSED: tl.constex
         token, row = o[None, :], o[:, None]
     else:
         token, row = o[:, None], o[None, :]
-    is_late = ((row >> BIT) & 1) == 1
+    is_late = ((row >> bit) & 1) == 1
     counts = (is_late & (token <= row)) | ((is_late == 0) & (token > row))
-    return tl.where(counts & ((token >> BIT) == (row >> BIT)), 1.0, 0.0)
+    return tl.where(counts & ((token >> bit) == (row >> bit)), 1.0, 0.0)
 
 
 @triton.jit
 def _join_gradient(
     q, k, g2, dM, dP, dq, dk, dg,
-    BIT: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    bit, C: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what the pairs across the boundaries of one join give to the gradients of q, k and g ``[C, BC]``.
 
@@ -63,9 +63,9 @@ def _join_gradient(
     special case.
     """
     o = tl.arange(0, C)
-    across = (o[:, None] > o[None, :]) & (((o[:, None] ^ o[None, :]) >> BIT) == 1)
+    across = (o[:, None] > o[None, :]) & (((o[:, None] ^ o[None, :]) >> bit) == 1)
     # The sums must be float32's, since exponents are absolute; 0 and 1 are exact in any format.
-    e = exp2(tl.dot(_row_counts_token(BIT, C, True), g2, input_precision="tf32x3"))
+    e = exp2(tl.dot(_row_counts_token(bit, C, True), g2, input_precision="tf32x3"))
     k_e = (k * e).to(TILE)
     q_e = (q * e).to(TILE)
     M = tl.where(across, dM, 0.0)
@@ -74,7 +74,7 @@ def _join_gradient(
     dk_e = tl.dot((P + tl.trans(P)).to(TILE), k_e, input_precision=PRECISION)
     dk_e = tl.dot(tl.trans(M).to(TILE), q_e, dk_e, input_precision=PRECISION) * e
     dq_e = tl.dot(M.to(TILE), k_e, input_precision=PRECISION) * e
-    dg += tl.dot(_row_counts_token(BIT, C, False), dk_e * k + dq_e * q, input_precision=PRECISION)
+    dg += tl.dot(_row_counts_token(bit, C, False), dk_e * k + dq_e * q, input_precision=PRECISION)
     return dq + dq_e, dk + dk_e, dg
 
 
@@ -220,7 +220,8 @@ def chunk_gradient(
     own = tl.sum(tl.where(row == column, dM, 0.0), 1)[:, None]
     dq += own * b_k
     dk = dk_row + dk_end + own * b_q
-    for bit in tl.static_range(tl.constexpr(C.bit_length() - 1)):
+    # A loop at run time: unrolled, the decays of all joins would be in registers at once.
+    for bit in tl.range(0, tl.constexpr(C.bit_length() - 1), num_stages=1):
         dq, dk, dg = _join_gradient(b_q, b_k, g2, dM, -minus_dP, dq, dk, dg, bit, C, TILE, PRECISION)
 
     o_part = ((batch * T + t) * HV + i_h) * K + o_c[None, :]

@@ -54,9 +54,9 @@ class GradientConfig:
 def configure_gradient(config: Config) -> GradientConfig:
     """The backward's configuration beside the forward's."""
     return GradientConfig(
-        BC=min(config.BK, 64 if config.split else 32),
-        BV=config.BV if config.split else min(config.BV, 32),
-        warps=4,
+        BC=min(config.BK, 64),
+        BV=config.BV,
+        warps=8 if config.BK >= 64 else 4,
         walk_warps=config.recurrence_warps,
         walk_stages=min(config.stages, 2) if config.split else 1,
     )
