@@ -255,15 +255,12 @@ def source_of(launch: Launch, dtypes: dict[str, torch.dtype]) -> Any:
     return ASTSource(launch.kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in divisible})
 
 
-def compile_one(build: Build) -> Built:
+def compile_launch(launch: Launch, dtypes: dict[str, torch.dtype], capability: int) -> Built:
     """Compile in this process; errors are told, not raised."""
     import triton
     from triton.backends.compiler import GPUTarget
 
-    position = {"all": 0, "easy": 0, "hard": 1, "recurrence": -1}[build.kernel]
-    dtypes, launches = described(build.problem, build.config)
-    launch = launches[position]
-    target = GPUTarget("cuda", build.capability, 32)
+    target = GPUTarget("cuda", capability, 32)
     try:
         compiled = triton.compile(source_of(launch, dtypes), target=target, options=dict(launch.options))
     except Exception as error:
@@ -283,6 +280,12 @@ def compile_one(build: Build) -> Built:
         stack=stack,
         wgmma="wgmma.mma_async" in compiled.asm["ptx"],
     )
+
+
+def compile_one(build: Build) -> Built:
+    position = {"all": 0, "easy": 0, "hard": 1, "recurrence": -1}[build.kernel]
+    dtypes, launches = described(build.problem, build.config)
+    return compile_launch(launches[position], dtypes, build.capability)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,10 @@ from torch import Tensor
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """Passes a first derivative on. ``once_differentiable`` says nothing where only the saved tensors want gradients."""
+    """Passes a first derivative on.
+
+    Torch's ``once_differentiable`` says nothing where saved tensors want gradients and the gradient that comes in not.
+    """
 
     @staticmethod
     def forward(ctx: Any, backend: str, d: Tensor, *sources: Tensor) -> Tensor:
