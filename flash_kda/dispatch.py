@@ -29,6 +29,12 @@ class Backend(Protocol):
         Both may be strided; ``final_state`` may be the initial state itself. None means a new tensor.
         """
 
+    def gradients(self, inputs: Inputs, do: Tensor, dS: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of q, k, v, g, beta, A_log, dt_bias ``[HV, K]`` and initial_state, off the tape.
+
+        From those of the output and of the final state (None for zero); None for a tensor that is absent.
+        """
+
     def run_decode(self, call: DecodeInputs) -> tuple[Tensor, Decoder | None]:
         """Output ``[B, T, HV, V]`` of a decode call, whose pool is updated; ``problem.op`` was ``"decode"``.
 
@@ -109,6 +115,15 @@ def run(
         NotImplementedError: no backend fits; the message lists every reason.
     """
     return choose(inputs.problem, backend)[1].run(inputs, out, final_state)
+
+
+def gradients(inputs: Inputs, backend: str, do: Tensor, dS: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients of a checked call by the backend that :func:`explain` names for its problem with gradients.
+
+    Raises:
+        NotImplementedError: no backend fits; the message lists every reason.
+    """
+    return choose(inputs.signature.problem_with_gradient, backend)[1].gradients(inputs, do, dS)
 
 
 def choose(problem: Problem, backend: str) -> tuple[str, Backend]:

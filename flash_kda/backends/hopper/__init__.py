@@ -64,6 +64,11 @@ def _forward() -> Callable[[Inputs, Tensor | None, Tensor | None], tuple[Tensor,
     return forward
 
 
+def gradients(inputs: Inputs, do: Tensor, dS: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Not reached: ``supports`` refuses problems with gradients."""
+    raise NotImplementedError(supports(inputs.signature.problem_with_gradient))
+
+
 def run_decode(call: DecodeInputs) -> Tensor:
     """Not reached: ``supports`` refuses decode problems."""
     raise NotImplementedError(supports(call.problem))

@@ -58,6 +58,14 @@ def _with_grad() -> Callable[[Inputs], tuple[Tensor, Tensor | None]]:
     return run_with_grad
 
 
+def gradients(inputs: Inputs, do: Tensor, dS: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Off the tape; see ``dispatch.Backend``."""
+    from flash_kda.backends.triton.gradients import backward
+
+    with torch.no_grad():
+        return backward(inputs, do, dS)
+
+
 def run_decode(call: DecodeInputs) -> tuple[Tensor, Decoder]:
     """Output in v's dtype by one launch, float32 arithmetic; and the launch with all but its tensors worked out."""
     from flash_kda.backends.triton.decode_launch import run_decode
