@@ -23,6 +23,7 @@ from interpreted import H200, run_cases
 from rounding import as_on_a_gpu
 from torch import Tensor
 
+from flash_kda import dispatch
 from flash_kda.reference import kda_recurrent
 
 # Of every gradient; those of A_log and dt_bias sum over all tokens.
@@ -40,12 +41,12 @@ def seeds(call: Call) -> tuple[Tensor, Tensor]:
 
 def run(call: Call, do: Tensor, dS: Tensor | None) -> Found:
     """All gradients of a call by the kernels."""
-    from flash_kda.backends.triton import forward, gradients
+    from flash_kda.backends.triton import backward, forward
 
     facts = {"device_facts": lambda index: H200}
-    with mock.patch.multiple(forward, **facts), mock.patch.multiple(gradients, **facts):
-        gradients.plan.cache_clear()
-        found = gradients.compute(inputs_of(call), do, dS)
+    with mock.patch.multiple(forward, **facts), mock.patch.multiple(backward, **facts):
+        backward.plan.cache_clear()
+        found = backward.compute(inputs_of(call), do, dS)
     return {name: x for name, x in zip(NAMES, found, strict=True) if x is not None}
 
 
@@ -142,14 +143,14 @@ def forgotten() -> None:
 
 def on_the_tape() -> None:
     """The differentiable function: dtypes, what wants no gradient, a second backward, and no second derivative."""
-    from flash_kda.backends.triton import autograd, forward, gradients
+    from flash_kda.backends.triton import autograd, backward, forward
 
     facts = {"device_facts": lambda index: H200}
     here = mock.patch.multiple(torch.cuda, current_device=lambda: None, device=lambda _: nullcontext())
     call = Case(lengths=(33, 0, 5), HV=4, tail=2, dt_bias="flat", layout="kv").build()
     do, dS = seeds(call)
     want = expected(call, do, dS)
-    with here, mock.patch.multiple(forward, **facts), mock.patch.multiple(gradients, **facts):
+    with here, mock.patch.multiple(forward, **facts), mock.patch.multiple(backward, **facts):
         taped, found = leaves(call)
         o, S = autograd.run_with_grad(inputs_of(taped))
         assert S is not None
@@ -159,6 +160,10 @@ def on_the_tape() -> None:
         compare(dict(zip(found, first, strict=True)), want, call, TOLERANCE)
         for name, a, b in zip(found, first, second, strict=True):
             assert_same_bits(b.detach(), a, f"d{name} once more")
+        off = dispatch.load("triton").gradients(inputs_of(call), do, dS)
+        for (name, a), b in zip(found.items(), (off[i] for i in (0, 1, 2, 3, 4, 7, 5, 6)), strict=True):
+            assert b is not None
+            assert_same_bits(b.view_as(a), first[list(found).index(name)], f"d{name} off the tape")
         with pytest.raises(NotImplementedError, match="the triton backend has no second derivatives"):
             second[0].square().sum().backward()
         one, alone = leaves(call, ("k",))

@@ -112,16 +112,16 @@ def builds() -> list[Build]:
 
 def described(problem: Problem, config: Config) -> tuple[dict[str, torch.dtype], list[Launch]]:
     """The launches of one backward call, and the dtypes of all that they are passed, by name."""
-    from flash_kda.backends.triton import gradients
+    from flash_kda.backends.triton import backward
 
     inputs = meta_inputs(problem)
     dS = torch.empty(inputs.state_shape, dtype=inputs.state_dtype, device="meta")
     planner = mock.Mock()
-    with mock.patch.object(gradients, "device_facts", return_value=DEVICES[90]):
-        gradients.compute(inputs, torch.empty_like(inputs.v), dS, planner)
+    with mock.patch.object(backward, "device_facts", return_value=DEVICES[90]):
+        backward.compute(inputs, torch.empty_like(inputs.v), dS, planner)
     (call, of_dS), (tensors,) = planner.call_args.args, planner.return_value.call_args.args
-    scratch, launches = gradients.describe_backward(call, config, of_dS)
-    given = zip(gradients.TENSORS, tensors, strict=True)
+    scratch, launches = backward.describe_backward(call, config, of_dS)
+    given = zip(backward.TENSORS, tensors, strict=True)
     dtypes = {name: inputs.q.dtype if x is None else x.dtype for name, x in given}
     return dtypes | {name: dtype for name, (_, dtype) in scratch.items()}, launches
 
@@ -166,7 +166,7 @@ def test_compiles(build: Build, compiled: dict[Build, Future[Built]]) -> None:
 def test_configurations_are_sound(device) -> None:
     """Blocks divide what they walk over, and are what a product of matrices takes at least."""
     pytest.importorskip("triton")
-    from flash_kda.backends.triton.gradients import configure_gradient
+    from flash_kda.backends.triton.backward import configure_gradient
 
     for problem in problems():
         c = configure(problem, device)

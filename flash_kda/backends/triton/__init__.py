@@ -60,7 +60,7 @@ def _with_grad() -> Callable[[Inputs], tuple[Tensor, Tensor | None]]:
 
 def gradients(inputs: Inputs, do: Tensor, dS: Tensor | None) -> tuple[Tensor | None, ...]:
     """Off the tape; see ``dispatch.Backend``."""
-    from flash_kda.backends.triton.gradients import backward
+    from flash_kda.backends.triton.backward import backward
 
     with torch.no_grad():
         return backward(inputs, do, dS)

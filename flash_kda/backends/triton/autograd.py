@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flash_kda.backends.once import first_derivatives
+from flash_kda.backends.triton.backward import backward
 from flash_kda.backends.triton.forward import forward
-from flash_kda.backends.triton.gradients import backward
 from flash_kda.types import Inputs, LogGate, gate_parameters
 
 
