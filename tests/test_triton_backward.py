@@ -212,7 +212,7 @@ HALF = (
     Case(T=300, H=2, K=60, V=100, dtype="bfloat16"),
     Case(T=300, H=2, K=16, V=16, dtype="bfloat16"),
     Case(T=300, H=2, K=256, V=256, dtype="bfloat16"),
-    Case(T=300, H=2, K=256, V=40, dtype="float16"),
+    Case(T=300, H=2, K=256, V=100, dtype="float16"),
     Case(T=300, H=2, K=128, V=128, dtype="float16", neg=True, layout="kv"),
     Case(T=300, H=2, K=128, V=128, dtype="bfloat16", logit=False),
 )
