@@ -9,6 +9,7 @@ truncates where it should round to bfloat16.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -145,6 +146,50 @@ def same_bits() -> None:
     assert_same_bits(state3, state[2:3], "state alone")
 
 
+def in_parts(B: int, T: int) -> None:
+    """A workspace of 192 rows at most: the same bits as with room for all, in place too."""
+    from flash_kda.backends.triton import forward
+
+    call = Case(B=B, T=T, gate="softplus", HV=4).build()
+    o, state = run(call)
+    inputs = inputs_of(call)
+    out, final = torch.full_like(o, math.nan), call["initial_state"]
+    launched = mock.patch.object(forward, "launch", wraps=forward.launch)
+    with (
+        mock.patch.object(forward, "MOST_ROWS", 192),
+        mock.patch.object(forward, "device_facts", return_value=H200),
+        launched as launches,
+    ):
+        forward.launch_in_parts(inputs, out, final, None)
+    sizes = [x.args[0].v.shape[0] * x.args[0].v.shape[1] * x.args[0].v.shape[2] for x in launches.call_args_list]
+    assert len(sizes) > 1, "one launch"
+    assert max(sizes) <= 192, sizes
+    assert sum(sizes) == B * T * 4, sizes
+    assert_same_bits(out, o, "o")
+    assert_same_bits(final, state, "state")
+
+
+def segments(lengths: tuple[int, ...] | None) -> None:
+    """The states before the segments of cut sequences: numbered with gaps where packed, and untouched elsewhere."""
+    from flash_kda.backends.triton.segments import scan_segments
+
+    T, N, HV, K, tokens = 500, 3, 2, 16, 64
+    rng = torch.Generator().manual_seed(0)
+    ends = [0, *itertools.accumulate(lengths)] if lengths else None
+    first = [ends[n] // tokens + n for n in range(N)] if ends else [n * -(-T // tokens) for n in range(N)]
+    counts = [-(-length // tokens) for length in lengths or (T,) * N]
+    maps = torch.randn(first[-1] + counts[-1] + 1, HV, 2, K, K, generator=rng) * 0.3
+    want = maps.double()
+    for start, count in zip(first, counts, strict=True):
+        S = want[start, :, 0].clone()
+        for number in range(start + 1, start + count):
+            B, A = want[number].unbind(1)
+            want[number, :, 0], S = S, S @ A + B
+    cu = torch.tensor(ends or [0], dtype=torch.int32)
+    scan_segments[(N * HV,)](maps, cu, T, N, HV, tokens, K=K, SCAN_BV=16, PACKED=lengths is not None)
+    assert torch.allclose(maps.double(), want, rtol=1e-5, atol=1e-6), (maps.double() - want).abs().max()
+
+
 _PLAIN = (
     *(Case(gate="lower_bound", strength=s, K=20, V=40) for s in ("strong", "slow", "saturated")),
     *(Case(gate="softplus", strength=s, T=40) for s in ("strong", "slow", "saturated")),
@@ -179,6 +224,11 @@ CASES: dict[str, Callable[[], None]] = {
     "strided": strided,
     "in place": in_place,
     "same bits": same_bits,
+    "in parts of the tokens": partial(in_parts, 1, 100),
+    "in parts of the batch": partial(in_parts, 3, 40),
+    "in parts of both": partial(in_parts, 2, 70),
+    "segments": partial(segments, None),
+    "segments, packed": partial(segments, (300, 0, 65)),
     **{
         f"spoilt {name} {gate} {value}": partial(spoilt, name, gate, value)
         for name, gate, value in (

@@ -125,7 +125,7 @@ def test_problem_of_a_call() -> None:
     case = DecodeCase(Case(lengths=(3, 0, 4), tail=2, H=2, HV=4, K=3, V=5, gate="softplus", state_dtype="bfloat16"))
     expected = flash_kda.Problem(
         B=1, T=9, H=2, K=3, V=5, HV=4, N=3, dtype=torch.float32, state_dtype=torch.bfloat16, gate="softplus",
-        packed=True, device="cpu", op="decode",
+        packed=True, device="cpu", copyable=False, op="decode",
     )  # fmt: skip
     call = case.build()
     assert checked(call).problem == expected

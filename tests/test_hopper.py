@@ -206,7 +206,7 @@ BUILDS = {
 
 @pytest.mark.offline
 @pytest.mark.parametrize("name", BUILDS)
-def test_compiles(name: str) -> None:
+def test_kernels_compile(name: str) -> None:
     """Every kernel fits into the device, spills no more than its budget, and eight programs prepare at a time."""
     triton = pytest.importorskip("triton")
     problem, expected = BUILDS[name]

@@ -35,6 +35,7 @@ from torch import Tensor
 import flash_kda
 from flash_kda import decode
 from flash_kda.backends.triton.config import DecodeConfig, Device, configure_decode
+from flash_kda.bench import harness
 from flash_kda.types import DecodeInputs, Problem, gate_parameters
 
 if TYPE_CHECKING:
@@ -494,6 +495,20 @@ def test_no_wait_no_allocation_no_compilation(index: str, grad: bool) -> None:
             torch.cuda.set_sync_debug_mode("default")
     assert o.shape == calls[0]["v"].shape
     assert kernels_compiled() == compiled
+
+
+@gpu
+@torch.inference_mode()
+def test_host_time() -> None:
+    """Enqueueing a call of a known form takes little: the bound is a generous one, for slow hosts."""
+    call = DecodeCase(Case(B=32, T=1, H=12, K=128, V=128, dtype="bfloat16")).build("cuda")
+    run(TRITON, call)
+    run(TRITON, call)
+
+    def enqueue() -> Tensor:
+        return flash_kda.kda_decode(**call, backend="triton")
+
+    assert harness.host_us([enqueue], rounds=10, calls=20) < 100
 
 
 @gpu

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_kda.backends.triton import common
-from flash_kda.backends.triton.config import SEARCH, Config, Device, configure
+from flash_kda.backends.triton.config import CHUNK, SEARCH, Config, Device, configure
 from flash_kda.backends.triton.launch import Launch, Plan, Scratch
 from flash_kda.backends.triton.prepare import prepare
 from flash_kda.backends.triton.recurrence import recurrence
@@ -22,6 +22,9 @@ GATES = {"log": common.LOG.value, "lower_bound": common.LOWER_BOUND.value, "soft
 # What is passed to the kernels, by the names of their parameters without ``p_``.
 TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu", "S0", "S", "o")
 
+
+# Tokens x value heads whose tiles are in memory at a time: 1.1 GB of them at K = 128.
+MOST_ROWS = 2**20
 
 # Dtype and strides of a tensor that results go to.
 Written: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
@@ -152,7 +155,7 @@ def plan(call: Signature, out: Written, final: Written | None) -> Plan:
 Planner: TypeAlias = Callable[[Signature, Written, Written | None], Plan]
 
 
-def launch(inputs: Inputs, out: Tensor, final: Tensor | None, planner: Planner = plan) -> None:
+def launch(inputs: Inputs, out: Tensor, final: Tensor | None, planner: Planner | None = None) -> None:
     """Write the output and, if given, the final state. T and N are at least 1."""
     A_log, dt_bias = gate_parameters(inputs.gate)
     cu = inputs.cu_seqlens
@@ -164,11 +167,41 @@ def launch(inputs: Inputs, out: Tensor, final: Tensor | None, planner: Planner =
         *(inputs.initial_state, final, out),
     )
     of_final = None if final is None else (final.dtype, final.stride())
-    planner(inputs.signature, (out.dtype, out.stride()), of_final)(tensors)
+    (planner or plan)(inputs.signature, (out.dtype, out.stride()), of_final)(tensors)
+
+
+def _part(inputs: Inputs, at: tuple[slice, slice], initial_state: Tensor | None) -> Inputs:
+    """The call for some batch rows and tokens."""
+    rows = {name: getattr(inputs, name)[at] for name in ("q", "k", "v", "g", "beta")}
+    return inputs.replace(**rows, initial_state=initial_state)
+
+
+def launch_in_parts(inputs: Inputs, out: Tensor, final: Tensor | None, planner: Planner | None) -> None:
+    """:func:`launch`, in several calls where the workspace of one would have more than MOST_ROWS rows.
+
+    Batch rows come first, then tokens, with the state handed on in float32. Packed sequences are left whole: where one
+    ends is known on the device alone.
+    """
+    p = inputs.signature.problem
+    HV, S = p.HV or p.H, inputs.initial_state
+    if p.packed or p.B * p.T * HV <= MOST_ROWS:
+        launch(inputs, out, final, planner)
+    elif p.B > 1:
+        count = max(1, MOST_ROWS // (p.T * HV))
+        for rows in (slice(b, b + count) for b in range(0, p.B, count)):
+            part = _part(inputs, (rows, slice(None)), None if S is None else S[rows])
+            launch_in_parts(part, out[rows], None if final is None else final[rows], planner)
+    else:
+        count = max(1, MOST_ROWS // (HV * CHUNK)) * CHUNK
+        for tokens in (slice(t, t + count) for t in range(0, p.T, count)):
+            is_last = tokens.stop >= p.T
+            after = final if is_last else torch.empty(inputs.state_shape, dtype=torch.float32, device=out.device)
+            launch(_part(inputs, (slice(None), tokens), S), out[:, tokens], after, planner)
+            S = after
 
 
 def forward(
-    inputs: Inputs, out: Tensor | None, final: Tensor | None, planner: Planner = plan
+    inputs: Inputs, out: Tensor | None, final: Tensor | None, planner: Planner | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Output ``[B, T, HV, V]`` in v's dtype and final state (None unless asked for), into the tensors given."""
     signature, S0 = inputs.signature, inputs.initial_state
@@ -185,8 +218,8 @@ def forward(
         if final is not None:
             final.zero_() if S0 is None else final.copy_(S0)
     elif device.index == torch.cuda.current_device():
-        launch(inputs, out, final, planner)
+        launch_in_parts(inputs, out, final, planner)
     else:
         with torch.cuda.device(device):
-            launch(inputs, out, final, planner)
+            launch_in_parts(inputs, out, final, planner)
     return out, final
