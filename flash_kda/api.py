@@ -60,7 +60,8 @@ def kda(
         ``o`` ``[B, T, HV, V]`` in v's dtype, and the final state (the initial state's dtype, otherwise float32), or
         None. The inputs are never changed. Gradients flow to q, k, v, g, beta, A_log, dt_bias and initial_state.
 
-    Under ``torch.compile`` with gradients disabled a call is one operator of the graph, ``flash_kda::forward``.
+    Under ``torch.compile`` a call is one operator of the graph, ``flash_kda::forward``, and its gradients are another,
+    ``flash_kda::backward``; these can be taken once.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, what came and what was expected.
@@ -82,6 +83,6 @@ def kda(
         allow_neg_eigval,
         state_layout,
     )
-    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
+    if torch.compiler.is_compiling():
         return ops.traced(*arguments, backend)
     return dispatch.run(check(*arguments), backend)

@@ -279,24 +279,14 @@ def _measured(action: Callable[[], int]) -> int:
         raise UserError(str(error)) from error
 
 
-def run_bench_prefill(out: Path | None, append: bool, **choice: Any) -> int:
-    """`bench prefill`; see ``flash_kda.bench.commands.prefill``."""
+def run_bench(op: str, out: Path | None, append: bool, **choice: Any) -> int:
+    """`bench prefill`, `bench decode` and `bench train`; see the functions of ``flash_kda.bench.commands``."""
 
     def action() -> int:
         from flash_kda.bench import commands
 
-        return commands.prefill(out, append, **choice)
-
-    return _measured(action)
-
-
-def run_bench_decode(out: Path | None, append: bool, **choice: Any) -> int:
-    """`bench decode`; see ``flash_kda.bench.commands.decode``."""
-
-    def action() -> int:
-        from flash_kda.bench import commands
-
-        return commands.decode(out, append, **choice)
+        run: Callable[..., int] = getattr(commands, op)
+        return run(out, append, **choice)
 
     return _measured(action)
 
@@ -324,7 +314,7 @@ def run_accuracy(out: Path | None, picture: Path | None, **choice: Any) -> int:
 
 
 def add_bench(app: "typer.Typer") -> None:
-    """`bench prefill`, `bench decode` and `bench report`."""
+    """`bench prefill`, `bench decode`, `bench train` and `bench report`."""
     import typer
 
     bench = typer.Typer(help="Measure speed on a GPU, and put results into a document.", no_args_is_help=True)
@@ -346,7 +336,8 @@ def add_bench(app: "typer.Typer") -> None:
     ) -> None:
         """Time the prefill forward on a GPU, with cold caches, beside peers and the floor of moving the bytes."""
         _guarded(
-            lambda: run_bench_prefill(
+            lambda: run_bench(
+                "prefill",
                 out,
                 append,
                 cases=case or [],
@@ -371,7 +362,21 @@ def add_bench(app: "typer.Typer") -> None:
         """Time decoding and verifying drafts on a GPU, beside FLA and the floor of moving the states."""
         kinds = [name.value for name in gates or []]
         choice = {"cases": case or [], "gates": kinds, "backends": backend or [], "peers": peers, "quick": quick}
-        _guarded(lambda: run_bench_decode(out, append, **choice))
+        _guarded(lambda: run_bench("decode", out, append, **choice))
+
+    @bench.command()
+    def train(
+        case: Annotated[list[str] | None, typer.Option(help="Case, such as 1x8192-h32; may be repeated.")] = None,
+        gates: Annotated[list[GatesName] | None, typer.Option(help="Kind of gates; may be repeated.")] = None,
+        backend: Annotated[list[str] | None, typer.Option(help="Backend of ours; may be repeated.")] = None,
+        peers: Annotated[bool, typer.Option(help="Whether to measure FLA in the same run.")] = True,
+        append: Annotated[bool, typer.Option("--append", help="Keep the file's other rows.")] = False,
+        out: Annotated[Path | None, typer.Option(help="JSON file; benchmarks/results/train-GPU.json if none.")] = None,
+    ) -> None:
+        """Time forward and backward on a GPU, and their memory, beside FLA and the floor of moving the bytes."""
+        kinds = [name.value for name in gates or []]
+        choice = {"cases": case or [], "gates": kinds, "backends": backend or [], "peers": peers}
+        _guarded(lambda: run_bench("train", out, append, **choice))
 
     @bench.command()
     def report(

@@ -29,6 +29,12 @@ class Backend(Protocol):
         Both may be strided; ``final_state`` may be the initial state itself. None means a new tensor.
         """
 
+    def gradients(self, inputs: Inputs, do: Tensor, dS: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of q, k, v, g, beta, A_log, dt_bias ``[HV, K]`` and initial_state, off the tape.
+
+        From those of the output and of the final state (None for zero); None for a tensor that is absent.
+        """
+
     def run_decode(self, call: DecodeInputs) -> tuple[Tensor, Decoder | None]:
         """Output ``[B, T, HV, V]`` of a decode call, whose pool is updated; ``problem.op`` was ``"decode"``.
 
@@ -78,6 +84,15 @@ def why_not(name: str, problem: Problem) -> str | None:
         return f"cannot be imported ({error})"
 
 
+def _on_request(name: str, problem: Problem) -> str | None:
+    """Why a backend runs a problem only when asked for by name; None if it does not take that."""
+    if name in _ON_REQUEST:
+        return f"runs only when asked for with backend={name!r}"
+    if name == "triton" and problem.grad:
+        return f"computes gradients only when asked for with backend={name!r}: no GPU has run their kernels yet"
+    return None
+
+
 def explain(problem: Problem, backend: str = "auto") -> Explanation:
     """Say which backend would run ``problem``, and why each other one would not.
 
@@ -92,8 +107,8 @@ def explain(problem: Problem, backend: str = "auto") -> Explanation:
     for name in BACKENDS:
         if backend not in ("auto", name):
             reasons[name] = f"backend={backend!r} was asked for"
-        elif backend == "auto" and name in _ON_REQUEST:
-            reasons[name] = f"runs only when asked for with backend={name!r}"
+        elif backend == "auto" and (why := _on_request(name, problem)) is not None:
+            reasons[name] = why
         elif (why := why_not(name, problem)) is not None:
             reasons[name] = why
         elif chosen is None:
@@ -112,6 +127,15 @@ def run(
         NotImplementedError: no backend fits; the message lists every reason.
     """
     return choose(inputs.problem, backend)[1].run(inputs, out, final_state)
+
+
+def gradients(inputs: Inputs, backend: str, do: Tensor, dS: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients of a checked call by the backend that :func:`explain` names for its problem with gradients.
+
+    Raises:
+        NotImplementedError: no backend fits; the message lists every reason.
+    """
+    return choose(inputs.signature.problem_with_gradient, backend)[1].gradients(inputs, do, dS)
 
 
 def choose(problem: Problem, backend: str) -> tuple[str, Backend]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ def forward(
     state_layout: str,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`flash_kda.kda` without gradients; the final state is an empty tensor where it is not asked for."""
+    """:func:`flash_kda.kda`; the final state is an empty tensor where it is not asked for."""
     inputs = check(
         q,
         k,
@@ -104,6 +104,99 @@ def _(
         state_layout=cast(StateLayout, state_layout),
     )
     return o, q.new_empty(inputs.state_shape, dtype=inputs.state_dtype)
+
+
+@torch.library.custom_op("flash_kda::backward", mutates_args=())
+def backward(
+    do: Tensor,
+    dS: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    gate: str,
+    lower_bound: float,
+    scale: float | None,
+    output_final_state: bool,
+    qk_l2norm: bool,
+    beta_is_logit: bool,
+    allow_neg_eigval: bool,
+    state_layout: str,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of :func:`forward` for its first eight tensors, empty for those that are absent."""
+    inputs = check(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        gate=make_gate(gate, A_log, dt_bias, lower_bound),
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        qk_l2norm=qk_l2norm,
+        beta_is_logit=beta_is_logit,
+        allow_neg_eigval=allow_neg_eigval,
+        state_layout=cast(StateLayout, state_layout),
+    )
+    found = dispatch.gradients(inputs, backend, do, dS if output_final_state else None)
+    sources = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    # An operator's results share no memory with its arguments.
+    a, b, c, d, e, f, h, s = (
+        q.new_empty(0) if x is None or like is None else x.reshape(like.shape).clone() if x is dS else _dense(x, like)
+        for x, like in zip(found, sources, strict=True)
+    )
+    return a, b, c, d, e, f, h, s
+
+
+def _dense(x: Tensor, like: Tensor) -> Tensor:
+    return x.reshape(like.shape).contiguous()
+
+
+@backward.register_fake
+def _(
+    do: Tensor,
+    dS: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    a, b, c, d, e, f, h, s = (
+        q.new_empty(0) if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        for x in (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    )
+    return a, b, c, d, e, f, h, s
+
+
+# Tensors among the arguments of the operator, all but the last with gradients.
+TENSORS = 9
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:TENSORS])
+    ctx.options = inputs[TENSORS:]
+
+
+def _gradients(ctx: Any, do: Tensor, dS: Tensor) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    found = backward(do, dS, *tensors, *ctx.options)
+    return *(None if x is None else d for d, x in zip(found, tensors, strict=False)), *[None] * (len(ctx.options) + 1)
+
+
+forward.register_autograd(_gradients, setup_context=_keep)
 
 
 def traced(

@@ -24,6 +24,7 @@ class Target:
 
     Args:
         tolerance, grad_tolerance: RMSE ratio per head and block that is allowed beyond the rounding of the output.
+        half_grad_tolerance: that of gradients of half-precision inputs, if these are computed in half precision.
         exact_batching: whether a sequence's bits must not depend on what else is in the batch.
         partial: whether it may decline a case (the test is then skipped with its reason).
     """
@@ -32,6 +33,7 @@ class Target:
     device: str = "cpu"
     tolerance: float = 1e-5
     grad_tolerance: float = 2e-5
+    half_grad_tolerance: float | None = None
     exact_batching: bool = True
     partial: bool = False
 
@@ -43,8 +45,8 @@ class Target:
 TARGETS = (
     Target("reference", tolerance=1e-6, grad_tolerance=2e-6),
     Target("cpu"),
-    # bfloat16 tiles round at about 3e-3 whatever the inputs' dtype; float32 inputs are judged apart, in test_triton.
-    Target("triton", "cuda", tolerance=6e-3, partial=True),
+    # bfloat16 tiles round at about 3e-3; more closely judged in test_triton and test_triton_backward.
+    Target("triton", "cuda", tolerance=6e-3, grad_tolerance=2e-4, half_grad_tolerance=3e-2, partial=True),
     # Its own cases are in test_hopper: of these here it takes few.
     Target("hopper", "cuda", tolerance=6e-3, partial=True),
 )

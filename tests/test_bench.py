@@ -543,7 +543,7 @@ def test_details_of_prefill() -> None:
 
 def test_only_one_operation_makes_a_table() -> None:
     for rows in ([], [prefill_row(), {"op": "accuracy"}], [{"op": "other"}]):
-        with pytest.raises(ValueError, match="expected rows of prefill, of decode or of accuracy"):
+        with pytest.raises(ValueError, match="expected rows of prefill, of decode, of train or of accuracy"):
             report.summary(rows)
 
 

@@ -1,4 +1,4 @@
-"""torch.compile: a call without gradients is one operator, with no break in the graph."""
+"""torch.compile: a call is one operator and its gradients another, with no break in the graph."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, Target, targets
+from cases import Case, Target, leaves, run, targets
 from compare import assert_same_bits
 from decoding import BASE, PACKED, DecodeCase, skip_if_declined
 
@@ -47,6 +47,22 @@ def test_one_operator(target: Target, case: Case) -> None:
     assert sum("flash_kda.forward" in name for name in called) == 1
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("target", targets())
+def test_training_is_two_operators(target: Target, case: Case) -> None:
+    """Forward and backward of a compiled call, without a break in the graph, give the gradients of the plain one."""
+    call = case.build(target.device)
+    plain, expected = leaves(call)
+    o, S = run(target, plain)
+    torch.autograd.backward([x for x in (o, S) if x is not None], [torch.ones_like(x) for x in (o, S) if x is not None])
+    taped, found = leaves(call)
+    o, S = torch.compile(flash_kda.kda, fullgraph=True, backend="aot_eager")(**taped, backend=target.backend)
+    torch.autograd.backward([x for x in (o, S) if x is not None], [torch.ones_like(x) for x in (o, S) if x is not None])
+    for name, x in expected.items():
+        assert x.grad is not None
+        assert_same_bits(found[name].grad, x.grad, f"d{name}")
+
+
 def test_the_operator_keeps_its_contract() -> None:
     """torch's own checks: schema, fake kernel against the real one, no hidden mutation."""
     call = Case(T=40, H=1, HV=2, K=16, V=8).build("cpu")
@@ -56,6 +72,12 @@ def test_the_operator_keeps_its_contract() -> None:
         torch.library.opcheck(
             torch.ops.flash_kda.forward.default,
             (*rows, call["initial_state"], None, *options),
+            test_utils=("test_schema", "test_faketensor"),
+        )
+        grads = (torch.ones_like(call["v"]), torch.ones_like(call["initial_state"]) if final else torch.empty(0))
+        torch.library.opcheck(
+            torch.ops.flash_kda.backward.default,
+            (*grads, *rows, call["initial_state"], None, *options),
             test_utils=("test_schema", "test_faketensor"),
         )
 

@@ -129,14 +129,16 @@ def test_gradients_of_the_recurrence(target: Target, case: Case, group: int, mon
     taped, found = leaves(call)
     o, state = run(target, taped)
     seeds = seeds_for(o, state)
-    compare(_grads((o, state), seeds, found), call, seeds, target.grad_tolerance)
+    is_half = case.dtype in ("bfloat16", "float16") and target.half_grad_tolerance is not None
+    tolerance = target.half_grad_tolerance if is_half else target.grad_tolerance
+    compare(_grads((o, state), seeds, found), call, seeds, tolerance)
 
 
 @not_the_reference
 @pytest.mark.parametrize("only", [0, 1], ids=["output", "state"])
 def test_gradient_of_one_result_alone(target: Target, only: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "GROUP_ELEMENTS", 1)
-    call = Case(lengths=(70, 0, 5), K=8, V=12, strength="slow").build(target.device)
+    call = Case(lengths=(70, 0, 5), K=16, V=20, strength="slow").build(target.device)
     taped, found = leaves(call)
     o, state = run(target, taped)
     seeds = [s if i == only else None for i, s in enumerate(seeds_for(o, state))]
@@ -150,7 +152,7 @@ def test_gradient_of_one_result_alone(target: Target, only: int, monkeypatch: py
 @pytest.mark.parametrize("name", [*TENSORS, "A_log", "dt_bias"])
 def test_only_one_input_wants_a_gradient(target: Target, name: str) -> None:
     """The gradient of one input is what it is among all, and the others get none."""
-    call = Case(T=20, K=8, V=8).build(target.device)
+    call = Case(T=20).build(target.device)
     every, found = leaves(call)
     full = _grads(run(target, every), seeds_for(*run(target, call)), found)
     one, alone = leaves(call, (name,))
@@ -186,11 +188,12 @@ def test_absent_parameters_have_no_gradient(target: Target) -> None:
 @every_target
 def test_gradients_reach_through_other_operations(target: Target) -> None:
     """Leaves behind a slice of one projection, a bfloat16 cast and an exponential get dense gradients."""
-    base = torch.randn(1, 20, 64, generator=torch.Generator().manual_seed(1)).to(target.device).requires_grad_()
+    base = torch.randn(1, 20, 128, generator=torch.Generator().manual_seed(1)).to(target.device).requires_grad_()
     log_A = torch.zeros(2, device=target.device, requires_grad=True)
-    q, k, v, g = (x.unflatten(-1, (2, 8)) for x in base.split(16, -1))
-    gate = flash_kda.SoftplusGate(log_A * 2, None)
-    o, _ = flash_kda.kda(q.bfloat16(), k.bfloat16(), v.bfloat16(), g, g.sum(-1), gate=gate, backend=target.backend)
+    q, k, v, g = (x.unflatten(-1, (2, 16)) for x in base.split(32, -1))
+    call = Case(T=20, gate="softplus", dt_bias=None, initial=False).build(target.device)
+    rows = {"q": q.bfloat16(), "k": k.bfloat16(), "v": v.bfloat16(), "g": g, "beta": g.sum(-1)}
+    o, _ = run(target, call | rows | {"gate": flash_kda.SoftplusGate(log_A * 2, None)})
     o.float().square().sum().backward()
     for x in (base, log_A):
         assert x.grad is not None
@@ -200,7 +203,7 @@ def test_gradients_reach_through_other_operations(target: Target) -> None:
 
 @every_target
 def test_backward_twice_gives_the_same_bits(target: Target) -> None:
-    call = Case(lengths=(3, 0, 70), K=8, V=8).build(target.device)
+    call = Case(lengths=(3, 0, 70)).build(target.device)
     taped, found = leaves(call)
     o, state = run(target, taped)
     assert state is not None
@@ -257,7 +260,7 @@ def test_nothing_to_do_backward(target: Target, case: Case) -> None:
 @every_target
 def test_tokens_split_in_two_calls(target: Target) -> None:
     """The gradient through a state handed on is that of the whole."""
-    call = Case(T=90, K=8, V=12).build(target.device)
+    call = Case(T=90, V=20).build(target.device)
     call["gate"] = on_device(call["gate"], target.device)
     taped, found = leaves(call)
     whole = torch.autograd.grad(run(target, taped)[0].square().sum(), list(found.values()))
@@ -268,4 +271,4 @@ def test_tokens_split_in_two_calls(target: Target) -> None:
     parts = torch.autograd.grad(o1.square().sum() + o2.square().sum(), list(found.values()))
     for name, a, b in zip(found, parts, whole, strict=True):
         dims = tuple(range(a.ndim))
-        assert rms(a - b, dims) <= 1e-5 * rms(b, dims), f"d{name}"
+        assert rms(a - b, dims) <= max(1e-5, target.grad_tolerance) * rms(b, dims), f"d{name}"

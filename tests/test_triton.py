@@ -255,7 +255,7 @@ def source_of(launch: Launch, dtypes: dict[str, torch.dtype]) -> Any:
     return ASTSource(launch.kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in divisible})
 
 
-def compile_one(build: Build) -> Built:
+def compile_launch(launch: Launch, dtypes: dict[str, torch.dtype], capability: int) -> Built:
     """Compile in this process; errors are told, not raised."""
     position = {"all": 0, "easy": 0, "hard": 1, "recurrence": -1}[build.kernel]
     dtypes, launches = described(build.problem, build.config)
@@ -287,6 +287,12 @@ def compile_launch(launch: Launch, dtypes: dict[str, torch.dtype], capability: i
         stack=stack,
         wgmma="wgmma.mma_async" in compiled.asm["ptx"],
     )
+
+
+def compile_one(build: Build) -> Built:
+    position = {"all": 0, "easy": 0, "hard": 1, "recurrence": -1}[build.kernel]
+    dtypes, launches = described(build.problem, build.config)
+    return compile_launch(launches[position], dtypes, build.capability)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_kda.backends.stepwise import decode_stepwise, no_gradient, prefill_in_pieces
+from flash_kda.backends.taped import gradients_by_tape
 from flash_kda.reference import kda_recurrent
 from flash_kda.types import DecodeInputs, Inputs, PrefillInputs, Problem
 
@@ -18,6 +19,11 @@ def supports(problem: Problem) -> str | None:
 def run(inputs: Inputs, out: Tensor | None = None, final_state: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Compute in float64; the output is rounded once, at the end."""
     return deliver(*kda_recurrent(inputs, torch.float64), out, final_state)
+
+
+def gradients(inputs: Inputs, do: Tensor, dS: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Off the tape; see ``dispatch.Backend``."""
+    return gradients_by_tape(run, inputs, do, dS)
 
 
 def run_decode(call: DecodeInputs) -> tuple[Tensor, None]:

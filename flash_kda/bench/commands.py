@@ -14,6 +14,7 @@ from flash_kda.bench import accuracy as judging
 from flash_kda.bench import decode as decoding
 from flash_kda.bench import prefill as timing
 from flash_kda.bench import report, shapes
+from flash_kda.bench import train as training
 
 RESULTS = Path("benchmarks", "results")
 # Columns of text that the full table takes; a narrower terminal gets only the summary, a pipe always gets both.
@@ -116,6 +117,32 @@ def decode(
     kinds = tuple(kind for kind in shapes.GATES if kind in wanted)
     options = decoding.Options(names, kinds, backends, peers, 10 if quick else 50)
     return _measure("decode", given, out, append, lambda keep: decoding.run(options, say, keep))
+
+
+def train(
+    out: Path | None,
+    append: bool,
+    *,
+    cases: Sequence[str],
+    gates: Sequence[str],
+    backends: Sequence[str],
+    peers: bool,
+) -> int:
+    """Measure forward and backward, write the rows and show them.
+
+    Args:
+        out, append: as for :func:`prefill`.
+        cases, gates, backends: names; none means all cases, strong gates and the backend of choice.
+        peers: whether FLA is measured beside us.
+    """
+    given = [*(f"--case {name}" for name in cases), *(f"--gates {name}" for name in gates)]
+    given += [*(f"--backend {name}" for name in backends), *([] if peers else ["--no-peers"])]
+    names = chosen(cases, list(shapes.cases("train")), "--case")
+    wanted = chosen(gates or ("strong",), shapes.GATES, "--gates")
+    backends = chosen(backends or ["auto"], ["auto", *flash_kda.BACKENDS], "--backend")
+    require_gpu("bench train", "There is no other use for its figures.")
+    options = training.Options(names, tuple(kind for kind in shapes.GATES if kind in wanted), backends, peers)
+    return _measure("train", given, out, append, lambda keep: training.run(options, say, keep))
 
 
 def _measure(

@@ -184,9 +184,9 @@ def operation(rows: Sequence[Row]) -> str:
         ValueError: there are no rows, or rows of several operations or of one that has no table.
     """
     ops = {str(row.get("op")) for row in rows}
-    if len(ops) != 1 or not ops <= {"prefill", "decode", "accuracy"}:
+    if len(ops) != 1 or not ops <= {"prefill", "decode", "train", "accuracy"}:
         got = ", ".join(sorted(ops)) or "no rows"
-        raise ValueError(f"op: got {got}, expected rows of prefill, of decode or of accuracy")
+        raise ValueError(f"op: got {got}, expected rows of prefill, of decode, of train or of accuracy")
     return ops.pop()
 
 
@@ -201,6 +201,8 @@ def details(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]
 
 def published_cell(row: Row) -> str:
     """FlashKDA's figure for what a row measured, or ""."""
+    if row["op"] == "train":
+        return ""
     if row["op"] != "accuracy":
         return _number(published.prefill_ms(str(row["case"]), str(row["gates"])))
     known = published.accuracy(str(row["setting"]), str(row["layout"]), str(row.get("dtype")), row.get("tokens"))

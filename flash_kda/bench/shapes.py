@@ -58,11 +58,12 @@ class Case:
         """Bytes that are moved at least.
 
         Forward: bf16 q, k, v, g, o and beta once, fp32 states in and out once. Decode: the states alone, which are what
-        bounds it, in once and out once for each token.
+        bounds it, in once and out once for each token. Training: the forward, then its inputs and the output's gradient
+        in once and five gradients out once.
         """
         if self.op == "decode":
             return 4 * self.heads * self.head_dim**2 * (len(self.lengths) + self.tokens)
-        per_token_head = 2 * (5 * self.head_dim + 1)
+        per_token_head = 2 * ((14 * self.head_dim + 3) if self.op == "train" else (5 * self.head_dim + 1))
         states = 2 * 4 * len(self.lengths) * self.head_dim**2
         return self.heads * (self.tokens * per_token_head + states)
 

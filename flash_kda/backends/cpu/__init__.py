@@ -9,6 +9,7 @@ from flash_kda.backends.cpu.autograd import run_with_grad
 from flash_kda.backends.cpu.kernel import compute_dtype, forward, states_out
 from flash_kda.backends.reference import deliver
 from flash_kda.backends.stepwise import decode_stepwise, no_gradient, prefill_in_pieces
+from flash_kda.backends.taped import gradients_by_tape
 from flash_kda.types import DecodeInputs, Inputs, PrefillInputs, Problem
 
 
@@ -26,6 +27,11 @@ def run(inputs: Inputs, out: Tensor | None = None, final_state: Tensor | None = 
             o, states, _ = forward(inputs)
             S = states_out(states, inputs)
     return deliver(o, S if inputs.output_final_state else None, out, final_state)
+
+
+def gradients(inputs: Inputs, do: Tensor, dS: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Off the tape; see ``dispatch.Backend``."""
+    return gradients_by_tape(run, inputs, do, dS)
 
 
 def run_decode(call: DecodeInputs) -> tuple[Tensor, None]:

@@ -9,21 +9,8 @@ import torch
 from torch import Tensor
 
 from flash_kda.backends.cpu.kernel import ROWS, backward, forward, states_out
+from flash_kda.backends.once import first_derivatives
 from flash_kda.types import Inputs, LogGate, gate_parameters
-
-
-class NoSecondDerivative(torch.autograd.Function):
-    """Passes a first derivative on; differentiating it again is an error, not silently a constant."""
-
-    @staticmethod
-    def forward(ctx: Any, d: Tensor, *inputs: Tensor) -> Tensor:
-        return d.view_as(d)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> None:
-        raise NotImplementedError(
-            "backend: the cpu backend has no second derivatives; backend='reference' can be differentiated twice"
-        )
 
 
 class ChunkKDA(torch.autograd.Function):
@@ -47,10 +34,7 @@ class ChunkKDA(torch.autograd.Function):
             found = backward(inputs, kept, do, dS)
         dS0 = None if ctx.initial_state_dtype is None else found["states"].to(ctx.initial_state_dtype)
         grads = (*(found[name] for name in ROWS), found.get("A_log"), found.get("dt_bias"), dS0)
-        if torch.is_grad_enabled():
-            sources = [x for x in (*rows, *parameters, do, dS) if x is not None]
-            grads = tuple(None if d is None else NoSecondDerivative.apply(d, *sources) for d in grads)
-        return None, *grads
+        return None, *first_derivatives("cpu", grads, (*rows, *parameters, do, dS))
 
 
 def run_with_grad(inputs: Inputs) -> tuple[Tensor, Tensor]:

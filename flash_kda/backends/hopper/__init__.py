@@ -31,6 +31,8 @@ def supports(problem: Problem) -> str | None:
         return "has no kernel for decoding"
     if p.op == "prefill":
         return "keeps no states in a pool and none inside of sequences"
+    if p.grad:
+        return "computes no gradients"
     if p.dtype != torch.bfloat16:
         return f"takes bfloat16; the tensors are {p.dtype}"
     if p.K != 128 or p.V % 64:
@@ -62,6 +64,11 @@ def _forward() -> Callable[[Inputs, Tensor | None, Tensor | None], tuple[Tensor,
     from flash_kda.backends.hopper.forward import forward
 
     return forward
+
+
+def gradients(inputs: Inputs, do: Tensor, dS: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Not reached: ``supports`` refuses problems with gradients."""
+    raise NotImplementedError(supports(inputs.signature.problem_with_gradient))
 
 
 def run_decode(call: DecodeInputs) -> Tensor:

@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from flash_kda.backends.reference import deliver
 from flash_kda.backends.stepwise import no_gradient
 from flash_kda.types import DecodeInputs, Decoder, Inputs, Prefiller, PrefillInputs, Problem
 
@@ -16,15 +17,13 @@ MIN_CAPABILITY = (8, 0)
 
 
 def supports(problem: Problem) -> str | None:
-    """CUDA tensors on compute capability 8.0 or newer, K and V in 16..256, no gradients yet."""
+    """CUDA tensors on compute capability 8.0 or newer, K and V in 16..256; decoding without gradients."""
     if problem.device != "cuda":
         return f"runs on CUDA devices; the tensors are on {problem.device}"
     import triton  # noqa: F401  # its absence is a reason, reported by the caller
 
     if (why := no_gradient(problem)) is not None:
         return why
-    if problem.grad:
-        return "computes no gradients yet"
     if problem.dtype == torch.float64:
         return "computes in float32 at most; the tensors are float64"
     for name in ("K", "V"):
@@ -39,6 +38,8 @@ def supports(problem: Problem) -> str | None:
 
 def run(inputs: Inputs, out: Tensor | None = None, final_state: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Output in v's dtype and final state; products of bfloat16 tiles, or float32 quality for float32 inputs."""
+    if inputs.problem.grad:
+        return deliver(*_with_grad()(inputs), out, final_state)
     return _forward()(inputs, out, final_state)
 
 
@@ -48,6 +49,21 @@ def _forward() -> Callable[[Inputs, Tensor | None, Tensor | None], tuple[Tensor,
     from flash_kda.backends.triton.forward import forward
 
     return forward
+
+
+@cache
+def _with_grad() -> Callable[[Inputs], tuple[Tensor, Tensor | None]]:
+    from flash_kda.backends.triton.autograd import run_with_grad
+
+    return run_with_grad
+
+
+def gradients(inputs: Inputs, do: Tensor, dS: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Off the tape; see ``dispatch.Backend``."""
+    from flash_kda.backends.triton.backward import backward
+
+    with torch.no_grad():
+        return backward(inputs, do, dS)
 
 
 def run_decode(call: DecodeInputs) -> tuple[Tensor, Decoder]:

@@ -76,6 +76,14 @@ def activated_beta(b, BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr):
 
 
 @triton.jit
+def at_least(beta, LEAST_BETA: tl.constexpr):
+    """``beta`` away from zero, if LEAST_BETA is not: gradients divide what beta multiplied by beta. A NaN stays."""
+    if LEAST_BETA > 0.0:
+        return tl.where(tl.abs(beta) < LEAST_BETA, LEAST_BETA, beta)
+    return beta
+
+
+@triton.jit
 def token_of_row(C: tl.constexpr, SEGMENTS: tl.constexpr):
     """The token of a chunk that each row of its tiles holds, ``[C]``.
 

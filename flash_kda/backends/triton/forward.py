@@ -104,6 +104,7 @@ def values(call: Signature, config: Config, out: Written, final: Written | None)
         "SQUARE": square_operand(call, config),
         "SPLIT": config.split,
         "PRECISION": "tf32" if config.split else "tf32x3",
+        "LEAST_BETA": 0.0,
     }
 
 

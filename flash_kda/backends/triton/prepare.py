@@ -14,6 +14,7 @@ from flash_kda.backends.triton.common import (
     HARD,
     L2NORM_EPS,
     activated_beta,
+    at_least,
     exp2,
     first_slot,
     log2_decay,
@@ -151,7 +152,7 @@ def prepare(
     GATE: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, QK_L2NORM: tl.constexpr,
     BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr, PACKED: tl.constexpr, SEARCH: tl.constexpr,
     BC: tl.constexpr, SEGMENTS: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, SQUARE: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr, LEAST_BETA: tl.constexpr,
 ):  # fmt: skip
     """One (chunk, value head).
 
@@ -168,6 +169,7 @@ def prepare(
             half of it decays by 2^-120 or more.
         GROUP: value heads per query/key head. CHUNKS: ALL, EASY or HARD.
         SQUARE: dtype of the operands that make the squares.
+        LEAST_BETA: what stands for a smaller beta; see ``at_least``.
     """
     pid = tl.program_id(0)
     i_s = (pid // HV).to(tl.int64)
@@ -269,7 +271,7 @@ def prepare(
     if CHUNKS == EASY:
         # What this launch stores for a hard chunk is of no use, and is overwritten.
         tl.store(p_hard + chunk, hard.to(tl.int8))
-    beta = tl.where(m_t, activated_beta(beta, BETA_IS_LOGIT, NEG_EIGVAL), 0.0)
+    beta = tl.where(m_t, at_least(activated_beta(beta, BETA_IS_LOGIT, NEG_EIGVAL), LEAST_BETA), 0.0)
     L = tl.where(o_time[:, None] > o_time[None, :], kk, 0.0) * beta[:, None]
     Mqk = tl.where(o_time[:, None] >= o_time[None, :], qk, 0.0)
     T_beta = _unit_inverse(L, C, SEGMENTS, SQUARE, PRECISION) * beta[None, :]

@@ -1,0 +1,56 @@
+"""The Triton backend as a differentiable function: only the inputs are kept, everything else is made again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_kda.backends.once import first_derivatives
+from flash_kda.backends.triton.backward import backward
+from flash_kda.backends.triton.forward import forward
+from flash_kda.types import Inputs, LogGate, gate_parameters
+
+
+class TritonKDA(torch.autograd.Function):
+    """Arguments: the call without its tensors, then q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Inputs, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        ctx.save_for_backward(*tensors)
+        return forward(with_tensors(call, tensors), None, None)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dS: Tensor | None) -> tuple[Tensor | None, ...]:
+        tensors: tuple[Tensor | None, ...] = ctx.saved_tensors
+        with torch.no_grad():
+            grads = backward(with_tensors(ctx.call, tensors), do, dS)
+        wanted = ctx.needs_input_grad[1:]
+        grads = tuple(d if want else None for d, want in zip(grads, wanted, strict=False))
+        return None, *first_derivatives("triton", grads, (*tensors[:-1], do, dS)), None
+
+
+def without_tensors(inputs: Inputs) -> Inputs:
+    """The call's options and the kind of its gate."""
+    gate = inputs.gate if isinstance(inputs.gate, LogGate) else replace(inputs.gate, A_log=None, dt_bias=None)
+    nothing = dict.fromkeys(("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens"))
+    return inputs.replace(gate=gate, **nothing)
+
+
+def with_tensors(call: Inputs, tensors: tuple[Tensor | None, ...]) -> Inputs:
+    """The call with tensors in the order of :class:`TritonKDA`."""
+    q, k, v, g, beta, A_log, dt_bias, S0, cu = tensors
+    gate = call.gate if isinstance(call.gate, LogGate) else replace(call.gate, A_log=A_log, dt_bias=dt_bias)
+    return call.replace(q=q, k=k, v=v, g=g, beta=beta, gate=gate, initial_state=S0, cu_seqlens=cu)
+
+
+def run_with_grad(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    """Output and final states on the tape."""
+    x = inputs
+    tensors = (x.q, x.k, x.v, x.g, x.beta, *gate_parameters(x.gate), x.initial_state, x.cu_seqlens)
+    o, S = TritonKDA.apply(without_tensors(x), *tensors)
+    return o, S

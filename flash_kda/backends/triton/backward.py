@@ -1,0 +1,203 @@
+"""One backward call on the GPU: the chunks prepared again, two walks, the chunks' gradients, sums over value heads.
+
+Only the inputs come from the forward. What the chunks need of each other, the state before and its gradient after each,
+is made here and lives as long as the call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from flash_kda.backends.triton.chunk_gradient import chunk_gradient, head_gradient
+from flash_kda.backends.triton.config import Config, configure
+from flash_kda.backends.triton.forward import Written, describe, device_facts, slots, values
+from flash_kda.backends.triton.launch import Launch, Plan, Scratch
+from flash_kda.backends.triton.prepare import prepare
+from flash_kda.backends.triton.walks import walk_gradient, walk_states
+from flash_kda.types import Inputs, Signature, gate_parameters
+
+# What is passed to the kernels, by the names of their parameters without ``p_``. The preparation clears the rows of o
+# past the last sequence: these are dv's.
+TENSORS = (
+    *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu", "S0", "do", "dS"),
+    *("dq", "dk", "dv", "dg", "dbeta", "dS0", "dA_part", "dbias_part", "o"),
+)
+# What stands for a smaller beta: far below what any gradient notices, and its square is a normal number.
+LEAST_BETA = 2.0**-30
+# Tokens that a program of the sums over value heads takes.
+ROWS = 16
+
+
+@dataclass(frozen=True)
+class GradientConfig:
+    """How the backward's own kernels are launched; the walks have BV of the forward's configuration.
+
+    Attributes:
+        BC, BV: channels of a program, and value columns that it takes at a time, of the chunks' gradients.
+        warps, walk_warps: per program. walk_stages: chunks in flight in the walks.
+    """
+
+    BC: int
+    BV: int
+    warps: int
+    walk_warps: int
+    walk_stages: int
+
+
+def configure_gradient(config: Config) -> GradientConfig:
+    """The backward's configuration beside the forward's."""
+    return GradientConfig(
+        BC=min(config.BK, 64),
+        BV=config.BV,
+        warps=8 if config.BK >= 64 else 4,
+        walk_warps=config.recurrence_warps,
+        walk_stages=min(config.stages, 2) if config.split else 1,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """Gradients as the kernels write them.
+
+    Attributes:
+        dq, dk, dv, dg, dbeta: like their tensors, contiguous. dS0: like the initial state, if there is one.
+        dA_part, dbias_part: ``[slots, HV, BK]`` float32 parts by chunk, if the gate has A_log and dt_bias.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dg: Tensor
+    dbeta: Tensor
+    dS0: Tensor | None
+    dA_part: Tensor | None
+    dbias_part: Tensor | None
+
+
+def describe_backward(call: Signature, config: Config, of_dS: Written | None) -> tuple[Scratch, list[Launch]]:
+    """Scratch memory, and launches in their order. T and N are at least 1. See ``forward.describe``."""
+    p, own = call.problem, configure_gradient(config)
+    HV, N, C, BK = p.HV or p.H, p.N or p.B, config.C, config.BK
+    chunks = slots(p, C) * HV
+    tile = torch.bfloat16 if config.split else torch.float32
+    # Gradients are contiguous, dv as o is; dS0 has the strides of dS, which is None where that would be zero.
+    out = (p.dtype, (p.T * HV * p.V, HV * p.V, p.V, 1))
+    shape = (HV * p.K * p.V, p.K * p.V, *((p.K, 1) if call.state_layout == "vk" else (p.V, 1)))
+    of_state = (p.state_dtype, shape)
+    scratch, launches = describe(call, config, out, of_state)
+    scratch = {
+        **scratch,
+        "states": (chunks * p.V * BK, tile),
+        "dstates": (chunks * p.V * BK, tile),
+        "U": (chunks * C * p.V, tile),
+        "dR": (chunks * C * p.V, tile),
+        "dq_part": (p.B * p.T * HV * p.K, torch.float32),
+        "dk_part": (p.B * p.T * HV * p.K, torch.float32),
+    }
+    given = values(call, config, out, of_state) | {
+        "LEAST_BETA": LEAST_BETA,
+        "HAS_DS": of_dS is not None,
+        "STORE_DS0": call.layout("initial_state") is not None,
+        "WALK_STAGES": own.walk_stages,
+        "GRADIENT_BC": own.BC,
+        "GRADIENT_BV": own.BV,
+        "B": p.B,
+        "H": p.H,
+        "ROWS": ROWS,
+    }
+    parts = N * HV * math.ceil(p.V / config.BV)
+    walk = {"num_warps": own.walk_warps}
+    return scratch, [
+        *(replace(x, values={**x.values, "LEAST_BETA": LEAST_BETA}) for x in launches if x.kernel is prepare),
+        Launch(walk_states, parts, given, walk),
+        Launch(walk_gradient, parts, given, walk),
+        Launch(chunk_gradient, chunks * (BK // own.BC), given, {"num_warps": own.warps}),
+        Launch(head_gradient, math.ceil(p.B * p.T / ROWS) * p.H, given, {"num_warps": 4}),
+    ]
+
+
+@lru_cache(maxsize=1024)
+def plan(call: Signature, of_dS: Written | None) -> Plan:
+    """The plan of all calls with this signature."""
+    config = configure(call.problem, device_facts(call.device.index))
+    return Plan(call.device, TENSORS, *describe_backward(call, config, of_dS))
+
+
+# A signature, and what the gradient of the final state is, to the plan of such calls.
+Planner: TypeAlias = Callable[[Signature, Written | None], Plan]
+
+
+def allocate(inputs: Inputs, config: Config) -> Gradients:
+    """Memory for the gradients; rows past the last sequence are zero where no kernel writes them."""
+    x = inputs
+    new = torch.empty if x.cu_seqlens is None else torch.zeros
+    parts = (slots(x.signature.problem, config.C), x.v.shape[2], config.BK)
+    A_log, dt_bias = gate_parameters(x.gate)
+
+    def empty(like: Tensor) -> Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
+    def part(parameter: Tensor | None) -> Tensor | None:
+        return None if parameter is None else torch.empty(parts, dtype=torch.float32, device=x.q.device)
+
+    return Gradients(
+        dq=empty(x.q),
+        dk=empty(x.k),
+        dv=empty(x.v),
+        dg=new(x.g.shape, dtype=x.g.dtype, device=x.g.device),
+        dbeta=new(x.beta.shape, dtype=x.beta.dtype, device=x.beta.device),
+        dS0=None if x.initial_state is None else empty(x.initial_state),
+        dA_part=part(A_log),
+        dbias_part=part(dt_bias),
+    )
+
+
+def compute(inputs: Inputs, do: Tensor, dS: Tensor | None, planner: Planner = plan) -> tuple[Tensor | None, ...]:
+    """:func:`backward` on the current device, where T and N are at least 1."""
+    p = inputs.signature.problem
+    A_log, dt_bias = gate_parameters(inputs.gate)
+    cu = inputs.cu_seqlens
+    do = do.contiguous()
+    dS = None if dS is None else dS.contiguous()
+    found = allocate(inputs, configure(p, device_facts(inputs.signature.device.index)))
+    tensors = (
+        *(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta),
+        None if A_log is None else A_log.float().contiguous(),
+        None if dt_bias is None else dt_bias.float().contiguous(),
+        None if cu is None else cu.contiguous(),
+        *(inputs.initial_state, do, dS),
+        *(found.dq, found.dk, found.dv, found.dg, found.dbeta, found.dS0, found.dA_part, found.dbias_part, found.dv),
+    )
+    planner(inputs.signature, None if dS is None else (dS.dtype, dS.stride()))(tensors)
+    # The second stage of the sums over tokens; the first is each chunk's own.
+    dA_log = None if found.dA_part is None or A_log is None else found.dA_part.sum((0, 2)).to(A_log.dtype)
+    bias = found.dbias_part
+    dbias = None if bias is None or dt_bias is None else bias.sum(0)[:, : p.K].to(dt_bias.dtype)
+    return found.dq, found.dk, found.dv, found.dg, found.dbeta, dA_log, dbias, found.dS0
+
+
+def backward(
+    inputs: Inputs, do: Tensor | None, dS: Tensor | None, planner: Planner = plan
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, g, beta, A_log, dt_bias ``[HV, K]`` and initial_state, each in its tensor's dtype.
+
+    Args:
+        do: of the output ``[B, T, HV, V]``. dS: of the final states, in the call's layout. None means zero.
+    """
+    p, device, S0 = inputs.signature.problem, inputs.signature.device, inputs.initial_state
+    if p.N == 0 or p.T == 0:
+        zeros = (None if x is None else torch.zeros_like(x) for x in (*inputs[:5], *gate_parameters(inputs.gate)))
+        if S0 is None:
+            return *zeros, None
+        return *zeros, torch.zeros_like(S0) if dS is None else dS.to(S0.dtype)
+    if do is None:
+        do = torch.zeros(inputs.v.shape, dtype=inputs.v.dtype, device=device)
+    with torch.cuda.device(device):
+        return compute(inputs, do, dS, planner)

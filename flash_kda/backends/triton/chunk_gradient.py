@@ -1,0 +1,283 @@
+"""Gradients of every (chunk, value head, block of channels) in parallel, then of the normalisation of q and k.
+
+Notation of docs/derivation.md, section 5. Tokens are in the order of time here. ``g2`` and sums of it are in log2
+units; gradients are those of natural logarithms.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flash_kda.backends.triton.common import (
+    L2NORM_EPS,
+    LOG,
+    LOG2E,
+    LOWER_BOUND,
+    activated_beta,
+    at_least,
+    exp2,
+    first_slot,
+    log2_decay,
+    sequence_of_slot,
+)
+
+
+@triton.jit
+def _locate(p_cu, slot, T, N, C: tl.constexpr, PACKED: tl.constexpr, SEARCH: tl.constexpr):
+    """Batch row, first token of the sequence, first token of the chunk in it, and tokens; no more of these: unused."""
+    if PACKED:
+        n = sequence_of_slot(p_cu, slot, N, C, SEARCH)
+        start = tl.load(p_cu + n).to(tl.int64)
+        length = tl.load(p_cu + n + 1).to(tl.int64) - start
+        return tl.zeros((), tl.int64), start, (slot - first_slot(start, n, C)) * C, length
+    per_row = (T + C - 1) // C
+    return slot // per_row, tl.zeros((), tl.int64), (slot % per_row) * C, T.to(tl.int64)
+
+
+@triton.jit
+def _row_counts_token(bit, C: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """``[C, C]``, 1 where the decay of the row's token (the column's if TRANSPOSED) is part of the other's factor.
+
+    The factors are those of the join of blocks of 2^bit tokens: a late row decays from the boundary to itself, an early
+    row from itself to the boundary.
+    """
+    o = tl.arange(0, C)
+    if TRANSPOSED:
+        token, row = o[None, :], o[:, None]
+    else:
+        token, row = o[:, None], o[None, :]
+    is_late = ((row >> bit) & 1) == 1
+    counts = (is_late & (token <= row)) | ((is_late == 0) & (token > row))
+    return tl.where(counts & ((token >> bit) == (row >> bit)), 1.0, 0.0)
+
+
+@triton.jit
+def _join_gradient(
+    q, k, g2, dM, dP, dq, dk, dg,
+    bit, C: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what the pairs across the boundaries of one join give to the gradients of q, k and g ``[C, BC]``.
+
+    Every factor is at most 1, and its log gradient is gradient x value: nothing is divided, and a decay of zero is no
+    special case.
+    """
+    o = tl.arange(0, C)
+    across = (o[:, None] > o[None, :]) & (((o[:, None] ^ o[None, :]) >> bit) == 1)
+    # The sums must be float32's, since exponents are absolute; 0 and 1 are exact in any format.
+    e = exp2(tl.dot(_row_counts_token(bit, C, True), g2, input_precision="tf32x3"))
+    k_e = (k * e).to(TILE)
+    q_e = (q * e).to(TILE)
+    M = tl.where(across, dM, 0.0)
+    P = tl.where(across, dP, 0.0)
+    # Late rows of k meet early ones and the reverse, each row being one or the other.
+    dk_e = tl.dot((P + tl.trans(P)).to(TILE), k_e, input_precision=PRECISION)
+    dk_e = tl.dot(tl.trans(M).to(TILE), q_e, dk_e, input_precision=PRECISION) * e
+    dq_e = tl.dot(M.to(TILE), k_e, input_precision=PRECISION) * e
+    dg += tl.dot(_row_counts_token(bit, C, False), dk_e * k + dq_e * q, input_precision=PRECISION)
+    return dq + dq_e, dk + dk_e, dg
+
+
+@triton.jit
+def _gate_gradient(dg, g2, raw, a, bias, lower_bound, GATE: tl.constexpr):
+    """Gradients of the raw gate, and of A_log by element, from that of the natural log decay."""
+    if GATE == LOG:
+        return dg, dg
+    x = raw + bias
+    if GATE == LOWER_BOUND:
+        x = a * x
+        # The derivative of a sigmoid from e^-|x|, which loses nothing on either side.
+        z = exp2(-tl.abs(x) * LOG2E)
+        dx = dg * (lower_bound * z / ((1.0 + z) * (1.0 + z)))
+        return dx * a, dx * x
+    z = exp2(-tl.abs(x) * LOG2E)
+    sigmoid = tl.where(x >= 0.0, 1.0, z) / (1.0 + z)
+    return -a * sigmoid * dg, dg * (g2 / LOG2E)
+
+
+@triton.jit(do_not_specialize=["T", "N", "HV", "GROUP", "lower_bound", "scale"])
+def chunk_gradient(
+    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_do, p_states, p_U, p_dstates, p_dR,
+    p_dq_part, p_dk_part, p_dg, p_dbeta, p_dA_part, p_dbias_part,
+    q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, o_b, o_t, o_h,
+    T, N, HV, GROUP, scale, lower_bound,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    GATE: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, QK_L2NORM: tl.constexpr,
+    BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr, PACKED: tl.constexpr, SEARCH: tl.constexpr,
+    GRADIENT_BC: tl.constexpr, GRADIENT_BV: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    LEAST_BETA: tl.constexpr,
+):  # fmt: skip
+    """One (chunk, value head, block of GRADIENT_BC channels).
+
+    Args:
+        p_do: ``[B, T, HV, V]`` with the strides of o. p_states, p_U, p_dstates, p_dR: what the walks left.
+        p_dq_part, p_dk_part: ``[B, T, HV, K]`` float32, gradients of q and k as they enter the recurrence (normalised,
+            q scaled).
+        p_dg: ``[B, T, HV, K]``, of the raw gate. p_dbeta: ``[B, T, HV]``.
+        p_dA_part, p_dbias_part: ``[slots, HV, BK]`` float32, each chunk's part of the gradients of A_log and dt_bias.
+    """
+    BC: tl.constexpr = GRADIENT_BC
+    pid = tl.program_id(0)
+    i_c = pid % (BK // BC)
+    chunk = (pid // (BK // BC)).to(tl.int64)
+    i_s = chunk // HV
+    i_h = (chunk % HV).to(tl.int32)
+    o_c = i_c * BC + tl.arange(0, BC)
+    m_c = o_c < K
+    batch, start, first, length = _locate(p_cu, i_s, T, N, C, PACKED, SEARCH)
+    if first >= length:
+        if HAS_A_LOG:
+            tl.store(p_dA_part + chunk * BK + o_c, tl.zeros((BC,), tl.float32))
+        if HAS_DT_BIAS:
+            tl.store(p_dbias_part + chunk * BK + o_c, tl.zeros((BC,), tl.float32))
+        return
+
+    o_r = tl.arange(0, C)
+    m_t = first + o_r < length
+    t = start + first + o_r
+    dQ_plus = tl.zeros((C, BC), tl.float32)
+    minus_dK_plus = tl.zeros((C, BC), tl.float32)
+    dK_end = tl.zeros((C, BC), tl.float32)
+    dM = tl.zeros((C, C), tl.float32)
+    minus_dP = tl.zeros((C, C), tl.float32)
+    S_dS = tl.zeros((BC,), tl.float32)
+    dR_U = tl.zeros((C,), tl.float32)
+    for v in tl.range(0, V, GRADIENT_BV, num_stages=1):
+        o_v = v + tl.arange(0, GRADIENT_BV)
+        m_v = o_v < V
+        m = m_t[:, None] & m_v[None, :]
+        p_do_row = p_do + batch * o_b + t[:, None] * o_t + i_h * o_h + o_v[None, :]
+        b_do = tl.load(p_do_row, mask=m, other=0.0).to(TILE)
+        o_row = chunk * (C * V) + o_r[:, None] * V + o_v[None, :]
+        b_U = tl.load(p_U + o_row, mask=m, other=0.0)
+        b_dR = tl.load(p_dR + o_row, mask=m, other=0.0)
+        o_state = chunk * (V * BK) + o_v[:, None] * BK + o_c[None, :]
+        b_S = tl.load(p_states + o_state, mask=m_v[:, None], other=0.0)
+        b_dS = tl.load(p_dstates + o_state, mask=m_v[:, None], other=0.0)
+        dQ_plus = tl.dot(b_do, b_S, dQ_plus, input_precision=PRECISION)
+        minus_dK_plus = tl.dot(b_dR, b_S, minus_dK_plus, input_precision=PRECISION)
+        dK_end = tl.dot(b_U, b_dS, dK_end, input_precision=PRECISION)
+        dM = tl.dot(b_do, tl.trans(b_U), dM, input_precision=PRECISION)
+        minus_dP = tl.dot(b_dR, tl.trans(b_U), minus_dP, input_precision=PRECISION)
+        S_dS += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 0)
+        dR_U += tl.sum(b_dR.to(tl.float32) * b_U.to(tl.float32), 1)
+
+    raw_beta = tl.load(p_beta + batch * beta_b + t * beta_t + i_h * beta_h, mask=m_t, other=0.0).to(tl.float32)
+    if i_c == 0:
+        # dR = beta W and U = beta (R - P U) row by row: the gradient of beta is W (R - P U).
+        beta = at_least(activated_beta(raw_beta, BETA_IS_LOGIT, NEG_EIGVAL), LEAST_BETA)
+        dbeta = dR_U / beta / beta
+        if NEG_EIGVAL:
+            dbeta *= 2.0
+        if BETA_IS_LOGIT:
+            z = exp2(-tl.abs(raw_beta) * LOG2E)
+            dbeta *= z / ((1.0 + z) * (1.0 + z))
+        i_beta = (batch * T + t) * HV + i_h
+        tl.store(p_dbeta + i_beta, dbeta.to(p_dbeta.dtype.element_ty), mask=m_t)
+
+    i_qk = i_h // GROUP
+    t = t[:, None]
+    p_q += batch * q_b + t * q_t + i_qk * q_h
+    p_k += batch * k_b + t * k_t + i_qk * k_h
+    p_g += batch * g_b + t * g_t + i_h * g_h
+    rk = tl.full((C,), 1.0, tl.float32)
+    rq = tl.full((C,), 1.0, tl.float32)
+    if QK_L2NORM:
+        k_squares = tl.zeros((C, BC), tl.float32)
+        q_squares = tl.zeros((C, BC), tl.float32)
+        for c in tl.range(0, BK, BC, num_stages=1):
+            o = c + tl.arange(0, BC)
+            m = m_t[:, None] & (o < K)[None, :]
+            b_k = tl.load(p_k + o[None, :], mask=m, other=0.0).to(tl.float32)
+            b_q = tl.load(p_q + o[None, :], mask=m, other=0.0).to(tl.float32)
+            k_squares += b_k * b_k
+            q_squares += b_q * b_q
+        rk = tl.rsqrt(tl.sum(k_squares, 1) + L2NORM_EPS)
+        rq = tl.rsqrt(tl.sum(q_squares, 1) + L2NORM_EPS)
+    m = m_t[:, None] & m_c[None, :]
+    raw = tl.load(p_g + o_c[None, :], mask=m, other=0.0).to(tl.float32)
+    b_k = tl.load(p_k + o_c[None, :], mask=m, other=0.0).to(tl.float32) * rk[:, None]
+    b_q = tl.load(p_q + o_c[None, :], mask=m, other=0.0).to(tl.float32) * (rq * scale)[:, None]
+    a = 1.0
+    if HAS_A_LOG:
+        a = tl.exp(tl.load(p_A_log + i_h))
+    bias = tl.zeros((BC,), tl.float32)
+    if HAS_DT_BIAS:
+        bias = tl.load(p_dt_bias + i_h * K + o_c, mask=m_c, other=0.0)
+    g2 = log2_decay(raw, a, bias[None, :], lower_bound, m_t[:, None], GATE)
+
+    # The whole chunk is the last block: its rows count from its start, and to its end.
+    row, column = o_r[:, None], o_r[None, :]
+    e_row = exp2(tl.dot(tl.where(row >= column, 1.0, 0.0), g2, input_precision="tf32x3"))
+    e_end = exp2(tl.dot(tl.where(row < column, 1.0, 0.0), g2, input_precision="tf32x3"))
+    dq = dQ_plus * e_row
+    dk_row = -minus_dK_plus * e_row
+    dk_end = dK_end * e_end
+    dg = (S_dS * exp2(tl.sum(g2, 0)))[None, :]
+    dg += tl.dot(tl.where(row <= column, 1.0, 0.0), dk_row * b_k + dq * b_q, input_precision=PRECISION)
+    dg += tl.dot(tl.where(row > column, 1.0, 0.0), dk_end * b_k, input_precision=PRECISION)
+    # A token's own pair has no decay.
+    own = tl.sum(tl.where(row == column, dM, 0.0), 1)[:, None]
+    dq += own * b_k
+    dk = dk_row + dk_end + own * b_q
+    # A loop at run time: unrolled, the decays of all joins would be in registers at once.
+    for bit in tl.range(0, tl.constexpr(C.bit_length() - 1), num_stages=1):
+        dq, dk, dg = _join_gradient(b_q, b_k, g2, dM, -minus_dP, dq, dk, dg, bit, C, TILE, PRECISION)
+
+    o_part = ((batch * T + t) * HV + i_h) * K + o_c[None, :]
+    tl.store(p_dq_part + o_part, dq, mask=m)
+    tl.store(p_dk_part + o_part, dk, mask=m)
+    draw, dA = _gate_gradient(dg, g2, raw, a, bias[None, :], lower_bound, GATE)
+    tl.store(p_dg + o_part, draw.to(p_dg.dtype.element_ty), mask=m)
+    if HAS_A_LOG:
+        tl.store(p_dA_part + chunk * BK + o_c, tl.sum(tl.where(m, dA, 0.0), 0))
+    if HAS_DT_BIAS:
+        tl.store(p_dbias_part + chunk * BK + o_c, tl.sum(tl.where(m, draw, 0.0), 0))
+
+
+@triton.jit
+def _normalisation_gradient(x, dy, QK_L2NORM: tl.constexpr):
+    """Gradient of x from that of ``y = x rsqrt(sum(x^2) + 1e-6)``, both ``[ROWS, BK]``; dy itself without the norm."""
+    if QK_L2NORM:
+        r = tl.rsqrt(tl.sum(x * x, 1) + L2NORM_EPS)[:, None]
+        y = x * r
+        return r * (dy - y * tl.sum(y * dy, 1)[:, None])
+    return dy
+
+
+@triton.jit(do_not_specialize=["B", "T", "N", "H", "GROUP", "scale"])
+def head_gradient(
+    p_q, p_k, p_cu, p_dq_part, p_dk_part, p_dq, p_dk,
+    q_b, q_t, q_h, k_b, k_t, k_h,
+    B, T, N, H, GROUP, scale,
+    K: tl.constexpr, BK: tl.constexpr, QK_L2NORM: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Gradients of q and k ``[B, T, H, K]`` of one (block of ROWS tokens, head): the sum over its value heads in order.
+
+    Rows past the last sequence get zeros.
+    """
+    pid = tl.program_id(0)
+    i_h = pid % H
+    row = (pid // H).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    batch = row // T
+    t = row % T
+    m_row = batch < B
+    used = m_row
+    if PACKED:
+        used = used & (t < tl.load(p_cu + N))
+    o_k = tl.arange(0, BK)
+    m_k = (o_k < K)[None, :]
+    m = used[:, None] & m_k
+    dq = tl.zeros((ROWS, BK), tl.float32)
+    dk = tl.zeros((ROWS, BK), tl.float32)
+    o_part = (row[:, None] * H + i_h) * (GROUP * K) + o_k[None, :]
+    for i in tl.range(0, GROUP, num_stages=1):
+        dq += tl.load(p_dq_part + o_part + i * K, mask=m, other=0.0)
+        dk += tl.load(p_dk_part + o_part + i * K, mask=m, other=0.0)
+    q = tl.load(p_q + (batch * q_b + t * q_t + i_h * q_h)[:, None] + o_k[None, :], mask=m, other=0.0).to(tl.float32)
+    k = tl.load(p_k + (batch * k_b + t * k_t + i_h * k_h)[:, None] + o_k[None, :], mask=m, other=0.0).to(tl.float32)
+    dq = _normalisation_gradient(q, dq * scale, QK_L2NORM)
+    dk = _normalisation_gradient(k, dk, QK_L2NORM)
+    o_out = (row[:, None] * H + i_h) * K + o_k[None, :]
+    tl.store(p_dq + o_out, dq.to(p_dq.dtype.element_ty), mask=m_row[:, None] & m_k)
+    tl.store(p_dk + o_out, dk.to(p_dk.dtype.element_ty), mask=m_row[:, None] & m_k)

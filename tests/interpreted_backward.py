@@ -1,0 +1,300 @@
+"""The backward's Triton kernels in Triton's interpreter: ``python interpreted_backward.py [name ...]`` prints JSON.
+
+See ``interpreted``, whose rules hold here too: a process of its own, float32 throughout.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from cases import TENSORS, Call, Case, inputs_of, leaves, oracle
+from compare import assert_outputs, assert_same_bits, assert_states
+from interpreted import H200, run_cases
+from rounding import as_on_a_gpu
+from torch import Tensor
+
+from flash_kda import dispatch
+from flash_kda.reference import kda_recurrent
+
+# Of every gradient; those of A_log and dt_bias sum over all tokens.
+TOLERANCE = 1e-4
+NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+Found = dict[str, Tensor]
+
+
+def seeds(call: Call) -> tuple[Tensor, Tensor]:
+    """Gradients of the output and of the final states, drawn from a seed."""
+    inputs = inputs_of(call)
+    rng = torch.Generator().manual_seed(99)
+    return torch.randn(inputs.v.shape, generator=rng), torch.randn(inputs.state_shape, generator=rng)
+
+
+def run(call: Call, do: Tensor, dS: Tensor | None) -> Found:
+    """All gradients of a call by the kernels."""
+    from flash_kda.backends.triton import backward, forward
+
+    facts = {"device_facts": lambda index: H200}
+    with mock.patch.multiple(forward, **facts), mock.patch.multiple(backward, **facts):
+        backward.plan.cache_clear()
+        found = backward.compute(inputs_of(call), do, dS)
+    return {name: x for name, x in zip(NAMES, found, strict=True) if x is not None}
+
+
+def expected(call: Call, do: Tensor, dS: Tensor | None) -> Found:
+    """Autograd through the recurrence in float64."""
+    wide = {name: x.double() if name in TENSORS and isinstance(x, Tensor) else x for name, x in call.items()}
+    taped, found = leaves(wide | {"output_final_state": True})
+    o, S = kda_recurrent(inputs_of(taped), torch.float64)
+    assert S is not None
+    loss = (o * do).sum() + (0.0 if dS is None else (S * dS).sum())
+    grads = torch.autograd.grad(loss, list(found.values()), allow_unused=True)
+    return {name: torch.zeros_like(x) if d is None else d for (name, x), d in zip(found.items(), grads, strict=True)}
+
+
+def check(call: Call, *, with_dS: bool = True, tolerance: float = TOLERANCE) -> None:
+    """Every gradient against float64."""
+    do, dS = seeds(call)
+    compare(run(call, do, dS if with_dS else None), expected(call, do, dS if with_dS else None), call, tolerance)
+
+
+def compare(got: Found, want: Found, call: Call, tolerance: float) -> None:
+    """Per head, whole and in blocks of 16 rows; those of A_log and dt_bias whole."""
+    assert got.keys() == want.keys(), f"got gradients of {list(got)}, expected those of {list(want)}"
+    for name, d in got.items():
+        w = want[name].double()
+        if name == "initial_state":
+            assert_states(d, w, tolerance, f"d{name}")
+        elif name in TENSORS:
+            assert_outputs(d, w, call, tolerance, f"d{name}")
+        else:
+            d, w = d.detach().cpu().double(), w.reshape(d.shape)
+            error = float((d - w).norm() / w.norm().clamp(min=1e-30))
+            assert error <= tolerance, f"d{name}: RMSE ratio {error:.3g}, allowed {tolerance:.3g}"
+
+
+# Of bfloat16 or float16 inputs, by head and whole.
+HALF_TOLERANCE = dict.fromkeys(NAMES, 6e-3) | {"g": 1e-2, "A_log": 2e-3, "dt_bias": 2e-3}
+
+
+def errors(got: Found, want: Found) -> dict[str, float]:
+    """The RMSE ratio of every gradient: the worst head's, or the whole for those of A_log."""
+    assert got.keys() == want.keys(), f"got gradients of {list(got)}, expected those of {list(want)}"
+    found = {}
+    for name, w in want.items():
+        d = got[name].detach().cpu().double().reshape(w.shape)
+        # Heads first: they are the third dimension of rows, the second of states, the first of dt_bias.
+        dim = {"A_log": None, "dt_bias": 0, "initial_state": 1}.get(name, 2)
+        pairs = [(d, w.double())] if dim is None else zip(d.unbind(dim), w.double().unbind(dim), strict=True)
+        found[name] = max(float((x - y).norm() / y.norm().clamp(min=1e-30)) for x, y in pairs)
+    return found
+
+
+def seeds_of_squares(call: Call) -> tuple[Tensor, Tensor]:
+    """Gradients of ``|o|^2 / 2`` and a tenth of the same of the final states.
+
+    In sums over all tokens the terms of random gradients cancel, and what is left may be less than their rounding.
+    """
+    o, S = oracle(call)
+    return o.to(call["v"].dtype), 0.1 * S.float()
+
+
+def half_errors(call: Call, gradients: Callable[[Call, Tensor, Tensor], Found]) -> dict[str, float]:
+    """:func:`errors` of half-precision inputs: of rows and states by random gradients, of parameters by squares."""
+    do, dS = seeds(call)
+    do, dS = do.to(call["v"].dtype), 0.1 * dS
+    rows = errors(gradients(call, do, dS), expected(call, do.double(), dS))
+    do, dS = seeds_of_squares(call)
+    summed = errors(gradients(call, do, dS), expected(call, do.double(), dS))
+    return rows | {name: x for name, x in summed.items() if name in ("A_log", "dt_bias")}
+
+
+def half(case: Case) -> None:
+    """bfloat16 tiles as a GPU rounds them: pairs for the squares, parts that rounding lost, operands in float16."""
+    with as_on_a_gpu():
+        found = half_errors(case.build(), run)
+    assert all(x <= HALF_TOLERANCE[name] for name, x in found.items()), f"RMSE ratios {found}"
+
+
+def collinear() -> None:
+    """One key for all tokens, decays near 1 and strong writes: the triangular system is at its worst."""
+    call = Case(T=70, H=1, K=20, V=24).build()
+    key = call["k"][:, :1].expand_as(call["k"])
+    check(call | {"q": key, "k": key, "g": torch.full_like(call["g"], -12.0), "beta": torch.full_like(call["beta"], 8)})
+
+
+def forgotten() -> None:
+    """Decays that add up to thousands of nats in one chunk beside channels that keep everything."""
+    call = Case(gate="log", T=70, H=1, K=20, V=24).build()
+    g = torch.full_like(call["g"], -1e-4)
+    g[..., ::3] = -20.0
+    g[..., 1::6] = -math.inf
+    check(call | {"g": g})
+
+
+def on_the_tape() -> None:
+    """The differentiable function: dtypes, what wants no gradient, a second backward, and no second derivative."""
+    from flash_kda.backends.triton import autograd, backward, forward
+
+    facts = {"device_facts": lambda index: H200}
+    here = mock.patch.multiple(torch.cuda, current_device=lambda: None, device=lambda _: nullcontext())
+    call = Case(lengths=(33, 0, 5), HV=4, tail=2, dt_bias="flat", layout="kv").build()
+    do, dS = seeds(call)
+    want = expected(call, do, dS)
+    with here, mock.patch.multiple(forward, **facts), mock.patch.multiple(backward, **facts):
+        taped, found = leaves(call)
+        o, S = autograd.run_with_grad(inputs_of(taped))
+        assert S is not None
+        loss = (o * do).sum() + (S * dS).sum()
+        first = torch.autograd.grad(loss, list(found.values()), retain_graph=True)
+        second = torch.autograd.grad(loss, list(found.values()), create_graph=True)
+        compare(dict(zip(found, first, strict=True)), want, call, TOLERANCE)
+        for name, a, b in zip(found, first, second, strict=True):
+            assert_same_bits(b.detach(), a, f"d{name} once more")
+        off = dispatch.load("triton").gradients(inputs_of(call), do, dS)
+        for (name, a), b in zip(found.items(), (off[i] for i in (0, 1, 2, 3, 4, 7, 5, 6)), strict=True):
+            assert b is not None
+            assert_same_bits(b.view_as(a), first[list(found).index(name)], f"d{name} off the tape")
+        with pytest.raises(NotImplementedError, match="the triton backend has no second derivatives"):
+            second[0].square().sum().backward()
+        one, alone = leaves(call, ("k",))
+        o, _ = autograd.run_with_grad(inputs_of(one | {"output_final_state": False}))
+        (got,) = torch.autograd.grad((o * do).sum(), [alone["k"]])
+        compare({"k": got}, {"k": expected(call, do, None)["k"]}, call, TOLERANCE)
+        nothing, found = leaves(Case(T=0).build())
+        _, S = autograd.run_with_grad(inputs_of(nothing))
+        (got,) = torch.autograd.grad([S], [found["initial_state"]], [torch.full_like(S, 0.5)])
+        assert_same_bits(got, torch.full_like(S, 0.5), "dinitial_state without tokens")
+
+
+def no_write() -> None:
+    """Beta of exactly zero still has a gradient."""
+    call = Case(logit=False, T=40, H=1).build()
+    beta = call["beta"].clone()
+    beta[:, ::3] = 0.0
+    check(call | {"beta": beta})
+
+
+def strided() -> None:
+    """Inputs that are parts of larger tensors, and gradients of results that are no dense tensors."""
+    call = Case(B=2, T=40, H=2, HV=4, K=20, V=40, layout="kv").build()
+    want = expected(call, *seeds(call))
+    for name in ("q", "k", "v", "g"):
+        x = call[name]
+        wide = torch.full((x.shape[0], x.shape[2], x.shape[1], x.shape[3] + 3), math.nan)
+        call[name] = wide.transpose(1, 2)[..., 1:-2].copy_(x)
+    wide = torch.full((2, 4, 40, 2), math.nan)
+    call["beta"] = wide[..., 1].transpose(1, 2).copy_(call["beta"])
+    call["initial_state"] = call["initial_state"].transpose(0, 1).contiguous().transpose(0, 1)
+    do, dS = seeds(call)
+    far = torch.empty(2, 4, 40, 43).transpose(1, 2)[..., 2:-1].copy_(do)
+    compare(run(call, far, dS.transpose(-1, -2).contiguous().transpose(-1, -2)), want, call, TOLERANCE)
+    one = torch.ones((), dtype=do.dtype).expand_as(do)
+    compare(run(call, one, None), expected(call, one, None), call, TOLERANCE)
+
+
+def output_alone() -> None:
+    """Without a gradient of the final state, and without one of the output."""
+    call = Case(lengths=(40, 0, 5), T=45).build()
+    check(call, with_dS=False)
+    do, dS = seeds(call)
+    got = run(call, torch.zeros_like(do), dS)
+    compare(got, expected(call, torch.zeros_like(do), dS), call, TOLERANCE)
+    assert not got["q"].count_nonzero(), "no output was used, so no query"
+
+
+def spoilt(name: str, gate: str, value: float) -> None:
+    """One value at token 40 of the first sequence and rows past the end: the other sequence does not notice."""
+    call = Case(lengths=(50, 20), gate=gate, H=1, HV=2, tail=3).build()
+    do, dS = seeds(call)
+    clean = run(call, do, dS)
+    x = call[name].clone()
+    x[0, 40].view(-1)[0] = value
+    x[0, 70:] = value
+    got = run(call | {name: x}, do, dS)
+    assert not all(bool(got[n].isfinite().all()) for n in TENSORS), "the poison had no effect"
+    for n in TENSORS[:-1]:
+        assert_same_bits(got[n][:, 50:70], clean[n][:, 50:70], f"d{n} of the other sequence")
+        assert not got[n][:, 70:].count_nonzero(), f"d{n} of rows past the end"
+    assert_same_bits(got["initial_state"][1], clean["initial_state"][1], "dinitial_state of the other sequence")
+
+
+def same_bits() -> None:
+    """Two runs agree bit for bit, and a sequence does not depend on its neighbours."""
+    call = Case(lengths=(33, 0, 64, 5), gate="softplus", HV=4).build()
+    do, dS = seeds(call)
+    first, second = run(call, do, dS), run(call, do, dS)
+    for name, x in first.items():
+        assert_same_bits(second[name], x, f"d{name}")
+    rows = {name: call[name][:, 33:97] for name in TENSORS[:-1]}
+    alone = call | rows | {"initial_state": call["initial_state"][2:3], "cu_seqlens": None}
+    third = run(alone, do[:, 33:97], dS[2:3])
+    for name in TENSORS[:-1]:
+        assert_same_bits(third[name], first[name][:, 33:97], f"d{name} alone")
+    assert_same_bits(third["initial_state"], first["initial_state"][2:3], "dinitial_state alone")
+
+
+_PLAIN = (
+    *(Case(gate="lower_bound", strength=s, K=20, V=40) for s in ("strong", "slow", "saturated")),
+    *(Case(gate="softplus", strength=s, T=40) for s in ("strong", "slow", "saturated")),
+    *(Case(gate="log", strength=s, T=40, K=20, V=40) for s in ("strong", "slow", "saturated", "hostile")),
+    Case(gate="softplus", A_log=False, dt_bias=None, T=33),
+    Case(A_log=False, T=33),
+    Case(lower_bound=-0.01, dt_bias="flat", T=33),
+    Case(B=2, T=70, H=1, HV=3, K=20, V=70),
+    Case(T=1, initial=False),
+    Case(T=32, H=1, K=128, V=128),
+    Case(T=33, H=1, K=140, V=20, gate="log", strength="hostile"),
+    Case(lengths=(0, 5, 0, 65, 32, 0), tail=40, K=20, V=70, HV=4),
+    Case(lengths=(0, 5, 33, 0), tail=3, gate="log", strength="hostile", layout="kv", cu_dtype="int32"),
+    Case(lengths=(0, 0), tail=5),
+    Case(lengths=(1,) * 12, T=12, H=1, gate="softplus"),
+    Case(neg=True, strength="slow", T=40),
+    Case(logit=False, T=33),
+    Case(l2norm=False, K=140, H=1, T=33),
+    Case(l2norm=False, logit=False, gate="log", scale=-0.3, T=40),
+)
+_HALF = (
+    Case(T=128, H=1, HV=2, K=64, V=40, dtype="bfloat16", state_dtype="bfloat16"),
+    Case(T=100, H=1, K=128, V=128, dtype="bfloat16", strength="slow"),
+    Case(T=128, H=1, K=64, V=64, dtype="bfloat16", gate="softplus", strength="slow", layout="kv"),
+    Case(lengths=(70, 0, 33), tail=3, K=64, V=64, dtype="bfloat16", gate="log", strength="hostile"),
+    Case(T=128, H=1, K=60, V=64, dtype="float16"),
+    Case(T=128, H=1, K=64, V=64, dtype="bfloat16", logit=False),
+)
+CASES: dict[str, Callable[[], None]] = {
+    **{str(case): partial(lambda case: check(case.build()), case) for case in _PLAIN},
+    "collinear": collinear,
+    "forgotten": forgotten,
+    "no write": no_write,
+    "on the tape": on_the_tape,
+    **{f"half {case}": partial(half, case) for case in _HALF},
+    "strided": strided,
+    "output alone": output_alone,
+    "same bits": same_bits,
+    **{
+        f"spoilt {name} {gate} {value}": partial(spoilt, name, gate, value)
+        for name, gate, value in (
+            *((name, "lower_bound", math.nan) for name in ("q", "k", "v", "g", "beta")),
+            ("g", "log", math.nan),
+            ("v", "softplus", math.inf),
+        )
+    },
+}
+
+if __name__ == "__main__":
+    assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
+    warnings.simplefilter("ignore")  # numpy reports every inf and NaN
+    torch.set_num_threads(1)
+    # Fresh memory holds NaN (scratch memory bytes of 255, so NaN too): nothing can rely on what it happens to hold.
+    torch.use_deterministic_algorithms(True)
+    json.dump(run_cases(CASES, sys.argv[1:] or list(CASES)), sys.stdout, indent=1)

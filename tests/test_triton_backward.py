@@ -1,0 +1,364 @@
+"""The backward of the Triton backend: in the interpreter, compiled for four architectures, and on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+from unittest import mock
+
+import interpreted_backward
+import pytest
+import torch
+from cases import TENSORS, Call, Case, Target, leaves, parameters, run
+from compare import assert_same_bits
+from interpreted_backward import HALF_TOLERANCE, compare, errors, expected, half_errors, seeds
+from test_triton import DEVICES, TENSOR_MEMORY, Built, compile_launch, devices, meta_inputs, problems
+from torch import Tensor
+
+from flash_kda.backends.triton.config import Config, configure
+from flash_kda.types import GateKind, Problem
+
+if TYPE_CHECKING:
+    from flash_kda.backends.triton.launch import Launch
+
+# The interpreter.
+
+
+@pytest.fixture(scope="module")
+def interpreted_results(request: pytest.FixtureRequest) -> dict[str, str | None]:
+    """What the selected cases gave, from one process with TRITON_INTERPRET=1."""
+    pytest.importorskip("triton")
+    selected = {
+        item.callspec.params["name"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == test_interpreter.__name__
+    }
+    names = [name for name in interpreted_backward.CASES if name in selected]
+    command = [sys.executable, interpreted_backward.__file__, *names]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str | None] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", interpreted_backward.CASES)
+def test_interpreter(name: str, interpreted_results: dict[str, str | None]) -> None:
+    """The kernels' gradients against autograd through the definition in float64."""
+    error = interpreted_results[name]
+    assert error is None, error
+
+
+# Compilation for each architecture.
+
+KERNELS = ("walk_states", "walk_gradient", "chunk_gradient", "head_gradient")
+
+
+@dataclass(frozen=True)
+class Build:
+    """One kernel of the backward of one problem on one architecture."""
+
+    kernel: str
+    capability: int
+    problem: Problem
+
+    @property
+    def config(self) -> Config:
+        return configure(self.problem, DEVICES[self.capability])
+
+    def __str__(self) -> str:
+        p = self.problem
+        name = f"sm_{self.capability}-{self.kernel}-{'bf16' if self.config.split else 'fp32'}-K{p.K}-V{p.V}-{p.gate}"
+        return f"{name}{'-packed' if p.packed else ''}"
+
+
+# Bytes that a thread may spill, by kernel, whether tiles are bfloat16, and BK. What is absent may spill nothing.
+BUDGETS = {
+    ("walk_states", True): {},
+    ("walk_states", False): {128: 64, 256: 384},
+    ("walk_gradient", True): {64: 64, 128: 192, 256: 320},
+    ("walk_gradient", False): {128: 384, 256: 640},
+    ("chunk_gradient", True): {64: 192, 128: 256, 256: 256},
+    ("chunk_gradient", False): {16: 96, 64: 704, 128: 704, 256: 384},
+    ("head_gradient", True): {},
+    ("head_gradient", False): {128: 32},
+}
+
+
+def builds() -> list[Build]:
+    """Every kernel over K, V and dtypes, and the gates, packed sequences of the most common size."""
+    found = []
+    sizes = ((16, 16), (64, 64), (128, 128), (256, 256), (128, 16), (16, 128))
+    for capability, dtype, (K, V) in itertools.product(DEVICES, (torch.bfloat16, torch.float32), sizes):
+        if capability != 90 and K < 128:
+            continue
+        problem = Problem(B=1, T=8192, H=32, K=K, V=V, dtype=dtype)
+        found += [Build(kernel, capability, problem) for kernel in KERNELS]
+        if (capability, K, V) == (90, 128, 128):
+            found += [Build(kernel, capability, replace(problem, packed=True, N=4)) for kernel in KERNELS]
+            gates: tuple[GateKind, ...] = ("softplus", "log")
+            found += [Build("chunk_gradient", capability, replace(problem, gate=gate)) for gate in gates]
+    return found
+
+
+def described(problem: Problem, config: Config) -> tuple[dict[str, torch.dtype], list[Launch]]:
+    """The launches of one backward call, and the dtypes of all that they are passed, by name."""
+    from flash_kda.backends.triton import backward
+
+    inputs = meta_inputs(problem)
+    dS = torch.empty(inputs.state_shape, dtype=inputs.state_dtype, device="meta")
+    planner = mock.Mock()
+    with mock.patch.object(backward, "device_facts", return_value=DEVICES[90]):
+        backward.compute(inputs, torch.empty_like(inputs.v), dS, planner)
+    (call, of_dS), (tensors,) = planner.call_args.args, planner.return_value.call_args.args
+    scratch, launches = backward.describe_backward(call, config, of_dS)
+    given = zip(backward.TENSORS, tensors, strict=True)
+    dtypes = {name: inputs.q.dtype if x is None else x.dtype for name, x in given}
+    return dtypes | {name: dtype for name, (_, dtype) in scratch.items()}, launches
+
+
+def compile_one(build: Build) -> Built:
+    dtypes, launches = described(build.problem, build.config)
+    (launch,) = (x for x in launches if x.kernel.__name__ == build.kernel)
+    return compile_launch(launch, dtypes, build.capability)
+
+
+@pytest.fixture(scope="module")
+def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Build, Future[Built]]]:
+    """The selected builds, under way in two processes."""
+    pytest.importorskip("triton")
+    selected = [
+        item.callspec.params["build"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == test_compiles.__name__
+    ]
+    # Not a fork: torch's threads would not be in it.
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield {build: pool.submit(compile_one, build) for build in selected}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.offline
+@pytest.mark.parametrize("build", [pytest.param(build, id=str(build)) for build in builds()])
+def test_compiles(build: Build, compiled: dict[Build, Future[Built]]) -> None:
+    """It compiles, fits into the device, and spills no more than its budget."""
+    built, c = compiled[build].result(), build.config
+    assert built.error is None, built.error
+    assert built.shared <= DEVICES[build.capability].shared_memory
+    assert built.tensor_memory <= TENSOR_MEMORY
+    allowed = BUDGETS[build.kernel, c.split].get(c.BK, 0)
+    assert built.stack <= allowed, f"{built.stack} bytes of spills with {built.registers} registers"
+
+
+# Configurations and launches.
+
+
+@pytest.mark.parametrize("device", devices())
+def test_configurations_are_sound(device) -> None:
+    """Blocks divide what they walk over, and are what a product of matrices takes at least."""
+    pytest.importorskip("triton")
+    from flash_kda.backends.triton.backward import configure_gradient
+
+    for problem in problems():
+        c = configure(problem, device)
+        own = configure_gradient(c)
+        assert c.BK % own.BC == 0
+        assert min(own.BC, own.BV) >= 16
+        assert own.walk_stages <= c.stages
+        assert own.warps in (4, 8)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+def test_backward_launches(packed: bool) -> None:
+    """The preparation as in the forward, two walks, chunks, heads; every parameter of a kernel has what it needs."""
+    pytest.importorskip("triton")
+    gates: dict[GateKind, int] = {"lower_bound": 1, "softplus": 2, "log": 2}
+    for gate, count in gates.items():
+        problem = Problem(B=1, T=140, H=2, HV=4, K=128, V=100, gate=gate, packed=packed, N=3 if packed else None)
+        dtypes, launches = described(problem, configure(problem, DEVICES[90]))
+        N = 3 if packed else 1
+        chunks = (140 // 32 + 1 + (3 if packed else 0)) * 4
+        assert [x.kernel.__name__ for x in launches] == ["prepare"] * count + list(KERNELS)
+        assert [x.programs for x in launches] == [chunks] * count + [N * 4 * 2] * 2 + [chunks * 2, 9 * 2]
+        for launch in launches:
+            assert set(launch.tensors) <= set(dtypes)
+            first = len(launch.tensors)
+            assert [f"p_{name}" for name in launch.tensors] == launch.kernel.arg_names[:first], "tensors come first"
+            assert all(parameter.name in launch.values for parameter in launch.kernel.params[first:])
+            for parameter in launch.kernel.params[first:]:
+                is_stride = "_" in parameter.name and not parameter.is_constexpr and parameter.name != "lower_bound"
+                assert parameter.is_constexpr or is_stride != parameter.do_not_specialize
+
+
+# On a GPU.
+
+GPU = Target("triton", "cuda", partial=True)
+# Sizes of models, the sizes of every configuration, and what a kernel could mix up.
+HALF = (
+    *(Case(T=2048, H=2, K=128, V=128, dtype="bfloat16", strength=s) for s in ("strong", "slow")),
+    *(Case(T=1000, H=2, K=128, V=128, dtype="bfloat16", gate="softplus", strength=s) for s in ("strong", "slow")),
+    Case(T=500, H=1, HV=2, K=128, V=128, dtype="bfloat16", gate="log", strength="hostile", layout="kv"),
+    Case(lengths=(0, 300, 1, 65, 0, 500), tail=30, H=2, HV=4, K=128, V=128, dtype="bfloat16", cu_dtype="int32"),
+    Case(B=2, T=200, H=2, K=64, V=128, dtype="bfloat16", state_dtype="bfloat16"),
+    Case(T=300, H=2, K=60, V=100, dtype="bfloat16"),
+    Case(T=300, H=2, K=16, V=16, dtype="bfloat16"),
+    Case(T=300, H=2, K=256, V=256, dtype="bfloat16"),
+    Case(T=300, H=2, K=256, V=100, dtype="float16"),
+    Case(T=300, H=2, K=128, V=128, dtype="float16", neg=True, layout="kv"),
+    Case(T=300, H=2, K=128, V=128, dtype="bfloat16", logit=False),
+)
+SINGLE = (
+    *(Case(T=300, H=1, HV=2, K=128, V=128, gate=g, strength="strong") for g in ("lower_bound", "softplus")),
+    Case(T=200, H=2, K=128, V=128, gate="log", strength="hostile"),
+    Case(T=200, H=2, K=128, V=128, strength="saturated"),
+    Case(lengths=(0, 100, 1, 65), tail=7, H=1, HV=2, K=256, V=256, layout="kv"),
+    Case(T=150, H=2, K=64, V=20, l2norm=False),
+    Case(T=150, H=2, K=20, V=64, neg=True, strength="slow"),
+    Case(B=2, T=70, H=1, HV=3, K=16, V=16, logit=False),
+)
+
+
+def on_the_gpu(call: Call, do: Tensor, dS: Tensor | None) -> dict[str, Tensor]:
+    """Gradients of the public function, from a call on the CPU."""
+    moved = {name: x.cuda() if isinstance(x, Tensor) else x for name, x in call.items()}
+    gate = call["gate"]
+    if gate.kind != "log":
+        given = {name: x.cuda() for name in ("A_log", "dt_bias") if (x := getattr(gate, name)) is not None}
+        gate = replace(gate, **given)
+    taped, found = leaves(moved | {"gate": gate, "output_final_state": True})
+    o, S = run(GPU, taped)
+    assert S is not None
+    pairs = [(o, do.cuda())] if dS is None else [(o, do.cuda()), (S, dS.to(S.dtype).cuda())]
+    grads = torch.autograd.grad([x for x, _ in pairs], list(found.values()), [d for _, d in pairs])
+    return dict(zip(found, grads, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", parameters(HALF))
+def test_half_precision_on_a_gpu(case: Case) -> None:
+    """Every gradient of every head against float64."""
+    found = half_errors(case.build(), on_the_gpu)
+    assert all(x <= HALF_TOLERANCE[name] for name, x in found.items()), f"RMSE ratios {found}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", parameters(SINGLE))
+def test_single_precision_on_a_gpu(case: Case) -> None:
+    """Every gradient of every head, and of every block of 16 rows, against float64."""
+    call = case.build()
+    do, dS = seeds(call)
+    compare(on_the_gpu(call, do, dS), expected(call, do, dS), call, 1e-4)
+
+
+@pytest.mark.gpu
+def test_collinear_keys_on_a_gpu() -> None:
+    """One key for thousands of tokens, decays near 1 and strong writes: finite, and right within bfloat16."""
+    call = Case(T=4096, H=1, K=128, V=128, dtype="bfloat16", A_log=False, dt_bias=None).build()
+    key = call["k"][:, :1].expand_as(call["k"])
+    call |= {"q": key, "k": key, "g": torch.full_like(call["g"], -12.0), "beta": torch.full_like(call["beta"], 8.0)}
+    do, dS = seeds(call)
+    do = do.bfloat16()
+    got = on_the_gpu(call, do, dS)
+    assert all(bool(x.isfinite().all()) for x in got.values())
+    found = errors(got, expected(call, do.double(), dS))
+    assert max(found["v"], found["q"], found["initial_state"]) <= 2e-2, f"RMSE ratios {found}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate", ["lower_bound", "softplus"])
+def test_same_bits_on_a_gpu(gate: str) -> None:
+    """Five backward calls agree bit for bit, and a sequence does not depend on what else is packed."""
+    call = Case(lengths=(700, 33, 0, 1500, 64), H=4, HV=8, K=128, V=128, dtype="bfloat16", gate=gate).build("cuda")
+    rng = torch.Generator("cuda").manual_seed(3)
+    do = torch.randn(call["v"].shape, generator=rng, device="cuda", dtype=torch.bfloat16)
+    dS = torch.randn(call["initial_state"].shape, generator=rng, device="cuda")
+
+    def gradients(call: Call, do: Tensor, dS: Tensor) -> dict[str, Tensor]:
+        taped, found = leaves(call)
+        outputs = run(GPU, taped)
+        return dict(zip(found, torch.autograd.grad(outputs, list(found.values()), (do, dS)), strict=True))
+
+    first = gradients(call, do, dS)
+    for _ in range(4):
+        for name, x in gradients(call, do, dS).items():
+            assert_same_bits(x, first[name], f"d{name}")
+    rows = slice(733, 2233)
+    alone = {name: call[name][:, rows] for name in TENSORS[:-1]}
+    alone |= {"initial_state": call["initial_state"][3:4], "cu_seqlens": torch.tensor([0, 1500], device="cuda")}
+    one = gradients(call | alone, do[:, rows], dS[3:4])
+    for name in TENSORS[:-1]:
+        assert_same_bits(one[name], first[name][:, rows], f"d{name} alone")
+    assert_same_bits(one["initial_state"], first["initial_state"][3:4], "dinitial_state alone")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TENSORS[:-1])
+def test_poison_stays_in_its_sequence_on_a_gpu(name: str) -> None:
+    """NaN in one sequence and past the end reaches no gradient of the other sequences, and rows past the end none."""
+    call = Case(lengths=(200, 90), tail=50, H=2, K=128, V=128, dtype="bfloat16").build("cuda")
+    do = torch.ones_like(call["v"])
+
+    def gradients(call: Call) -> dict[str, Tensor]:
+        taped, found = leaves(call, TENSORS)
+        o, _ = run(GPU, taped)
+        return dict(zip(found, torch.autograd.grad(o, list(found.values()), do), strict=True))
+
+    clean = gradients(call)
+    x = call[name].clone()
+    x[0, 100] = math.nan
+    x[0, 290:] = math.nan
+    bad = gradients(call | {name: x})
+    assert not all(bool(d.isfinite().all()) for d in bad.values()), "the poison had no effect"
+    for n in TENSORS[:-1]:
+        assert_same_bits(bad[n][:, 200:290], clean[n][:, 200:290], f"d{n} of the other sequence")
+        assert not bad[n][:, 290:].count_nonzero(), f"d{n} of rows past the end"
+    assert_same_bits(bad["initial_state"][1], clean["initial_state"][1], "dinitial_state of the other sequence")
+
+
+@pytest.mark.gpu
+def test_memory_on_a_gpu() -> None:
+    """Saved are the inputs alone; the backward's own memory is a few times that of the inputs."""
+    call = Case(T=8192, H=8, K=128, V=128, dtype="bfloat16", initial=False).build("cuda")
+    given = 2 * 8192 * 8 * 128
+    taped, found = leaves(call)
+    do = torch.ones_like(call["v"])
+    o, S = run(GPU, taped)
+    torch.autograd.grad(o, list(found.values()), do)  # compiled, and the allocator warm
+    del o, S
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    o, _ = run(GPU, taped)
+    torch.cuda.synchronize()
+    kept = torch.cuda.memory_allocated() - before
+    assert kept <= 2 * given, f"{kept} bytes are kept for the backward, an output has {given}"
+    torch.cuda.reset_peak_memory_stats()
+    grads = torch.autograd.grad(o, list(found.values()), do)
+    peak = torch.cuda.max_memory_allocated() - before - kept
+    assert len(grads) == len(found)
+    # Gradients 5, since g is float32, states of both walks 8, U and dR 2, parts of dq and dk in float32 4, tiles and
+    # squares 4, all in units of one bfloat16 tensor of rows.
+    assert peak <= 25 * given, f"{peak / given:.1f} times an output"
+
+
+@pytest.mark.gpu
+def test_autocast_changes_nothing_on_a_gpu() -> None:
+    """Neither the forward nor the backward depends on autocast around it."""
+    call = Case(T=100, H=2, K=64, V=64).build("cuda")
+    results = []
+    for enabled in (False, True):
+        taped, found = leaves(call)
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=enabled):
+            o, S = run(GPU, taped)
+            assert S is not None
+            results.append(torch.autograd.grad(o.sum() + S.sum(), list(found.values())))
+    for name, a, b in zip(found, *results, strict=True):
+        assert_same_bits(b, a, f"d{name}")
