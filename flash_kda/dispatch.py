@@ -107,14 +107,12 @@ def explain(problem: Problem, backend: str = "auto") -> Explanation:
     for name in BACKENDS:
         if backend not in ("auto", name):
             reasons[name] = f"backend={backend!r} was asked for"
-        elif backend == "auto" and (why := _on_request(name, problem)) is not None:
-            reasons[name] = why
-        elif (why := why_not(name, problem)) is not None:
-            reasons[name] = why
-        elif chosen is None:
+            continue
+        why = (_on_request(name, problem) if backend == "auto" else None) or why_not(name, problem)
+        if why is None and chosen is None:
             chosen = name
         else:
-            reasons[name] = f"{chosen} comes first"
+            reasons[name] = why or f"{chosen} comes first"
     return Explanation(problem, chosen, reasons)
 
 

@@ -256,14 +256,7 @@ def source_of(launch: Launch, dtypes: dict[str, torch.dtype]) -> Any:
 
 
 def compile_launch(launch: Launch, dtypes: dict[str, torch.dtype], capability: int) -> Built:
-    """Compile in this process; errors are told, not raised."""
-    position = {"all": 0, "easy": 0, "hard": 1, "recurrence": -1}[build.kernel]
-    dtypes, launches = described(build.problem, build.config)
-    return compile_launch(launches[position], dtypes, build.capability)
-
-
-def compile_launch(launch: Launch, dtypes: dict[str, torch.dtype], capability: int) -> Built:
-    """What becomes of a launch whose tensors have these dtypes."""
+    """Compile a launch whose tensors have these dtypes in this process; errors are told, not raised."""
     import triton
     from triton.backends.compiler import GPUTarget
 
