@@ -85,14 +85,14 @@ def test_command(tmp_path: Path, without_gpu: list[str], monkeypatch: pytest.Mon
     monkeypatch.setattr(commands, "require_gpu", lambda command, otherwise: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.chdir(tmp_path)
-    result = invoke("--case", "1x8192-h32", "--gates", "softplus", "--no-peers")
+    result = invoke("--case", "1x8192-h32", "--gates", "softplus", "--backend", "auto", "--no-peers")
     assert result.exit_code == 0, result.output
     assert "2.500" in result.output
     path = tmp_path / "benchmarks" / "results" / "train-h200.json"
     meta, rows = report.read(path)
-    assert meta["command"] == "flash-kda bench train --case 1x8192-h32 --gates softplus --no-peers"
+    assert meta["command"] == "flash-kda bench train --case 1x8192-h32 --gates softplus --backend auto --no-peers"
     assert [(row["case"], row["gates"]) for row in rows] == [("1x8192-h32", "softplus")]
-    assert invoke("--no-peers", "--append").exit_code == 0
+    assert invoke("--backend", "auto", "--no-peers", "--append").exit_code == 0
     assert len(report.read(path)[1]) == 3
 
 
@@ -111,7 +111,7 @@ def test_command_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_training_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     case = shapes.Case("1x512-h2", "train", (512,), 2)
     monkeypatch.setattr(shapes, "CASES", (case,))
-    rows = train.run(train.Options((case.name,), shapes.GATES, peers=False, repeats=3), print, lambda rows: None)
+    rows = train.run(train.Options((case.name,), shapes.GATES, ("triton",), peers=False, repeats=3), print, lambda rows: None)
     assert len(rows) == 3
     for row in rows:
         assert row["backend"] == "triton"

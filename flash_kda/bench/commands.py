@@ -132,14 +132,15 @@ def train(
 
     Args:
         out, append: as for :func:`prefill`.
-        cases, gates, backends: names; none means all cases, strong gates and the backend of choice.
+        cases, gates, backends: names; none means all cases, strong gates and the Triton backend.
         peers: whether FLA is measured beside us.
     """
     given = [*(f"--case {name}" for name in cases), *(f"--gates {name}" for name in gates)]
     given += [*(f"--backend {name}" for name in backends), *([] if peers else ["--no-peers"])]
     names = chosen(cases, list(shapes.cases("train")), "--case")
     wanted = chosen(gates or ("strong",), shapes.GATES, "--gates")
-    backends = chosen(backends or ["auto"], ["auto", *flash_kda.BACKENDS], "--backend")
+    # By its name, since "auto" leaves gradients on a GPU alone.
+    backends = chosen(backends or ["triton"], ["auto", *flash_kda.BACKENDS], "--backend")
     require_gpu("bench train", "There is no other use for its figures.")
     options = training.Options(names, tuple(kind for kind in shapes.GATES if kind in wanted), backends, peers)
     return _measure("train", given, out, append, lambda keep: training.run(options, say, keep))
