@@ -111,7 +111,9 @@ def test_command_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_training_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     case = shapes.Case("1x512-h2", "train", (512,), 2)
     monkeypatch.setattr(shapes, "CASES", (case,))
-    rows = train.run(train.Options((case.name,), shapes.GATES, ("triton",), peers=False, repeats=3), print, lambda rows: None)
+    rows = train.run(
+        train.Options((case.name,), shapes.GATES, ("triton",), peers=False, repeats=3), print, lambda rows: None
+    )
     assert len(rows) == 3
     for row in rows:
         assert row["backend"] == "triton"

@@ -89,7 +89,7 @@ def test_a_call_that_no_backend_can_run(call: Any) -> None:
 
 
 def test_gradients_on_a_gpu_are_computed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    able, tired = (SimpleNamespace(supports=lambda problem, why=why: why) for why in (None, "it is tired"))
+    able, tired = (SimpleNamespace(supports=lambda _, why=why: why) for why in (None, "it is tired"))
     monkeypatch.setattr(dispatch, "load", lambda name: able if name == "triton" else tired)
     taped = flash_kda.Problem(grad=True)
     answer = flash_kda.explain(taped)
