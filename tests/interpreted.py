@@ -10,12 +10,7 @@ truncates where it should round to bfloat16.
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import os
-import sys
-import traceback
-import warnings
 from collections.abc import Callable
 from functools import partial
 from unittest import mock
@@ -23,6 +18,7 @@ from unittest import mock
 import torch
 from cases import Call, Case, inputs_of, oracle, spans_of
 from compare import assert_outputs, assert_same_bits, assert_states
+from interpreting import main
 from torch import Tensor
 
 from flash_kda.backends.triton.config import Device
@@ -241,24 +237,5 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
-def run_cases(cases: dict[str, Callable[[], None]], names: list[str]) -> dict[str, str | None]:
-    """Run some of the cases: null for a success, otherwise the error."""
-    results: dict[str, str | None] = {}
-    for name in names:
-        try:
-            cases[name]()
-            results[name] = None
-        except AssertionError as error:
-            results[name] = str(error) or traceback.format_exc()
-        except Exception:
-            results[name] = traceback.format_exc()
-    return results
-
-
 if __name__ == "__main__":
-    assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
-    warnings.simplefilter("ignore")  # numpy reports every inf and NaN
-    torch.set_num_threads(1)
-    # Fresh memory holds NaN (scratch memory bytes of 255, so NaN too): nothing can rely on what it happens to hold.
-    torch.use_deterministic_algorithms(True)
-    json.dump(run_cases(CASES, sys.argv[1:] or list(CASES)), sys.stdout, indent=1)
+    main(CASES)

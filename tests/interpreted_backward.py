@@ -5,11 +5,7 @@ See ``interpreted``, whose rules hold here too: a process of its own, float32 th
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import sys
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -19,7 +15,8 @@ import pytest
 import torch
 from cases import TENSORS, Call, Case, inputs_of, leaves, oracle
 from compare import assert_outputs, assert_same_bits, assert_states
-from interpreted import H200, run_cases
+from interpreted import H200
+from interpreting import main
 from rounding import as_on_a_gpu
 from torch import Tensor
 
@@ -292,9 +289,4 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 if __name__ == "__main__":
-    assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
-    warnings.simplefilter("ignore")  # numpy reports every inf and NaN
-    torch.set_num_threads(1)
-    # Fresh memory holds NaN (scratch memory bytes of 255, so NaN too): nothing can rely on what it happens to hold.
-    torch.use_deterministic_algorithms(True)
-    json.dump(run_cases(CASES, sys.argv[1:] or list(CASES)), sys.stdout, indent=1)
+    main(CASES)

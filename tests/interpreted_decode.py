@@ -5,12 +5,7 @@ A process of its own for the reason given in ``interpreted``, and float32 throug
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import tempfile
-import traceback
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,6 +14,7 @@ import torch
 from cases import Call, Case, spans_of
 from compare import assert_same_bits
 from decoding import BASE, PACKED, ROWS, DecodeCase, assert_decoded, checked
+from interpreting import main
 from torch import Tensor
 
 from flash_kda.backends.triton.config import DecodeConfig, Device, configure_decode
@@ -199,22 +195,5 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
-def main(names: list[str]) -> dict[str, str | None]:
-    """Run the cases: null for a success, otherwise the error."""
-    results: dict[str, str | None] = {}
-    for name in names:
-        try:
-            CASES[name]()
-            results[name] = None
-        except AssertionError as error:
-            results[name] = str(error) or traceback.format_exc()
-        except Exception:
-            results[name] = traceback.format_exc()
-    return results
-
-
 if __name__ == "__main__":
-    assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
-    warnings.simplefilter("ignore")  # numpy reports every inf and NaN
-    torch.set_num_threads(1)
-    json.dump(main(sys.argv[1:] or list(CASES)), sys.stdout, indent=1)
+    main(CASES)

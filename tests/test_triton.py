@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
 import multiprocessing
-import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -20,6 +17,7 @@ from unittest import mock
 import interpreted
 import pytest
 import torch
+from interpreting import selected_results
 from torch import Tensor
 
 from flash_kda.backends.triton.config import MOST_STAGES, Config, Device, configure
@@ -41,19 +39,8 @@ DEVICES = {
 
 @pytest.fixture(scope="module")
 def interpreted_results(request: pytest.FixtureRequest) -> dict[str, str | None]:
-    """What the selected cases of ``interpreted`` gave, from one process with TRITON_INTERPRET=1."""
-    pytest.importorskip("triton")
-    selected = {
-        item.callspec.params["name"]
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.originalname == test_interpreter.__name__
-    }
-    names = [name for name in interpreted.CASES if name in selected]
-    command = [sys.executable, interpreted.__file__, *names]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, str | None] = json.loads(done.stdout)
-    return found
+    """What the selected cases gave."""
+    return selected_results(request, interpreted, test_interpreter.__name__)
 
 
 @pytest.mark.interpreter
@@ -295,7 +282,7 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Build, Future[Buil
     selected = [
         item.callspec.params["build"]
         for item in request.session.items
-        if isinstance(item, pytest.Function) and item.originalname == test_compiles.__name__
+        if isinstance(item, pytest.Function) and item.function is test_compiles
     ]
     # Not a fork: torch's threads would not be in it.
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:

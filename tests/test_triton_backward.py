@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import multiprocessing
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -21,6 +17,7 @@ import torch
 from cases import TENSORS, Call, Case, Target, leaves, parameters, run
 from compare import assert_same_bits
 from interpreted_backward import HALF_TOLERANCE, compare, errors, expected, half_errors, seeds
+from interpreting import selected_results
 from test_triton import DEVICES, TENSOR_MEMORY, Built, compile_launch, devices, meta_inputs, problems
 from torch import Tensor
 
@@ -35,19 +32,8 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def interpreted_results(request: pytest.FixtureRequest) -> dict[str, str | None]:
-    """What the selected cases gave, from one process with TRITON_INTERPRET=1."""
-    pytest.importorskip("triton")
-    selected = {
-        item.callspec.params["name"]
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.originalname == test_interpreter.__name__
-    }
-    names = [name for name in interpreted_backward.CASES if name in selected]
-    command = [sys.executable, interpreted_backward.__file__, *names]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, str | None] = json.loads(done.stdout)
-    return found
+    """What the selected cases gave."""
+    return selected_results(request, interpreted_backward, test_interpreter.__name__)
 
 
 @pytest.mark.interpreter
@@ -139,7 +125,7 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Build, Future[Buil
     selected = [
         item.callspec.params["build"]
         for item in request.session.items
-        if isinstance(item, pytest.Function) and item.originalname == test_compiles.__name__
+        if isinstance(item, pytest.Function) and item.function is test_compiles
     ]
     # Not a fork: torch's threads would not be in it.
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:

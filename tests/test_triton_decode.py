@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import multiprocessing
-import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
@@ -26,6 +23,7 @@ import torch
 from cases import Call, Case, Target
 from compare import assert_same_bits
 from decoding import BASE, CASES, PACKED, ROWS, DecodeCase, check, parameters, run
+from interpreting import selected_results
 from jitted import STREAM, Jitted
 from test_decode import first_rows
 from test_decode_checks import EACH, other_forms
@@ -46,21 +44,8 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def interpreted_results(request: pytest.FixtureRequest) -> dict[str, str | None]:
-    """What the selected cases of ``interpreted_decode`` gave, from one process with TRITON_INTERPRET=1."""
-    pytest.importorskip("triton")
-    selected = {
-        item.callspec.params["name"]
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.originalname == test_interpreter.__name__
-    }
-    names = [name for name in interpreted_decode.CASES if name in selected]
-    command = [sys.executable, interpreted_decode.__file__, *names]
-    package = str(Path(flash_kda.__file__).parents[1])
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": package}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, str | None] = json.loads(done.stdout)
-    return found
+    """What the selected cases gave."""
+    return selected_results(request, interpreted_decode, test_interpreter.__name__)
 
 
 @pytest.mark.interpreter
@@ -210,7 +195,7 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Build, Future[Buil
     selected = [
         item.callspec.params["build"]
         for item in request.session.items
-        if isinstance(item, pytest.Function) and item.originalname == test_compiles.__name__
+        if isinstance(item, pytest.Function) and item.function is test_compiles
     ]
     # Not a fork: torch's threads would not be in it.
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:

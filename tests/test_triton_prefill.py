@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import multiprocessing
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -24,6 +19,7 @@ import torch
 from cases import Call, Case, Target
 from compare import assert_close, assert_same_bits
 from decoding import ROWS, row_call
+from interpreting import selected_results
 from jitted import STREAM, Jitted
 from prefilling import BATCH, CASES, PACKED, PrefillCase, check, parameters, run
 from test_triton import DEVICES, Built, compile_launch, meta_inputs, shared_bytes, stage_bytes
@@ -44,21 +40,8 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def interpreted_results(request: pytest.FixtureRequest) -> dict[str, str | None]:
-    """What the selected cases of ``interpreted_prefill`` gave, from one process with TRITON_INTERPRET=1."""
-    pytest.importorskip("triton")
-    selected = {
-        item.callspec.params["name"]
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.originalname == test_interpreter.__name__
-    }
-    names = [name for name in interpreted_prefill.CASES if name in selected]
-    command = [sys.executable, interpreted_prefill.__file__, *names]
-    package = str(Path(flash_kda.__file__).parents[1])
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": package}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, str | None] = json.loads(done.stdout)
-    return found
+    """What the selected cases gave."""
+    return selected_results(request, interpreted_prefill, test_interpreter.__name__)
 
 
 @pytest.mark.interpreter
@@ -173,7 +156,7 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Build, Future[Buil
     selected = [
         item.callspec.params["build"]
         for item in request.session.items
-        if isinstance(item, pytest.Function) and item.originalname == test_compiles.__name__
+        if isinstance(item, pytest.Function) and item.function is test_compiles
     ]
     # Not a fork: torch's threads would not be in it.
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
