@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import multiprocessing
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -16,6 +15,7 @@ import pytest
 import torch
 from cases import TENSORS, Call, Case, Target, leaves, parameters, run
 from compare import assert_same_bits
+from compiling import builds_under_way
 from interpreted_backward import HALF_TOLERANCE, compare, errors, expected, half_errors, seeds
 from interpreting import selected_results
 from test_triton import DEVICES, TENSOR_MEMORY, Built, compile_launch, devices, meta_inputs, problems
@@ -120,17 +120,8 @@ def compile_one(build: Build) -> Built:
 
 @pytest.fixture(scope="module")
 def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Build, Future[Built]]]:
-    """The selected builds, under way in two processes."""
-    pytest.importorskip("triton")
-    selected = [
-        item.callspec.params["build"]
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.function is test_compiles
-    ]
-    # Not a fork: torch's threads would not be in it.
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield {build: pool.submit(compile_one, build) for build in selected}
-        pool.shutdown(cancel_futures=True)
+    """The selected builds, under way."""
+    yield from builds_under_way(request, test_compiles, compile_one)
 
 
 @pytest.mark.offline

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import multiprocessing
 import re
-import subprocess
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -22,6 +18,7 @@ import pytest
 import torch
 from cases import Call, Case, Target
 from compare import assert_same_bits
+from compiling import builds_under_way, registers_and_stack
 from decoding import BASE, CASES, PACKED, ROWS, DecodeCase, check, parameters, run
 from interpreting import selected_results
 from jitted import STREAM, Jitted
@@ -174,14 +171,7 @@ def compile_one(build: Build) -> Built:
         compiled = triton.compile(source_of(launch, dtypes), target=target, options=dict(launch.options))
     except Exception as error:
         return Built(error=f"{type(error).__name__}: {error}")
-    with tempfile.TemporaryDirectory() as folder:
-        (cubin := Path(folder, "kernel.cubin")).write_bytes(compiled.asm["cubin"])
-        usage = subprocess.run(
-            [triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin], check=True, capture_output=True, text=True
-        ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found, usage
-    registers, stack = map(int, found.groups())
+    registers, stack = registers_and_stack(compiled)
     ptx = compiled.asm["ptx"]
     loads, stores = (len(re.findall(rf"{kind}\.global\.v4\.b32", ptx)) for kind in ("ld", "st"))
     arithmetic = tuple(ptx.count(f"{kind}.f32") for kind in ("fma.rn", "mul", "add", "sub"))
@@ -190,17 +180,8 @@ def compile_one(build: Build) -> Built:
 
 @pytest.fixture(scope="module")
 def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Build, Future[Built]]]:
-    """The selected builds, under way in two processes."""
-    pytest.importorskip("triton")
-    selected = [
-        item.callspec.params["build"]
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.function is test_compiles
-    ]
-    # Not a fork: torch's threads would not be in it.
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield {build: pool.submit(compile_one, build) for build in selected}
-        pool.shutdown(cancel_futures=True)
+    """The selected builds, under way."""
+    yield from builds_under_way(request, test_compiles, compile_one)
 
 
 @pytest.mark.offline

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import multiprocessing
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ import pytest
 import torch
 from cases import Call, Case, Target
 from compare import assert_close, assert_same_bits
+from compiling import builds_under_way
 from decoding import ROWS, row_call
 from interpreting import selected_results
 from jitted import STREAM, Jitted
@@ -151,17 +151,8 @@ def compile_one(build: Build) -> Built:
 
 @pytest.fixture(scope="module")
 def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Build, Future[Built]]]:
-    """The selected builds, under way in two processes."""
-    pytest.importorskip("triton")
-    selected = [
-        item.callspec.params["build"]
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.function is test_compiles
-    ]
-    # Not a fork: torch's threads would not be in it.
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield {build: pool.submit(compile_one, build) for build in selected}
-        pool.shutdown(cancel_futures=True)
+    """The selected builds, under way."""
+    yield from builds_under_way(request, test_compiles, compile_one)
 
 
 @pytest.mark.offline
