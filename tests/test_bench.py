@@ -28,6 +28,7 @@ from flash_kda.bench import (
     exact,
     first_call,
     harness,
+    measuring,
     peers,
     plots,
     prefill,
@@ -437,7 +438,7 @@ def test_peers_say_why_they_are_absent(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """`prefill.run` on the CPU with small inputs and made-up times."""
-    monkeypatch.setattr(prefill, "verify", lambda device: 0.0)
+    monkeypatch.setattr(measuring, "verify", lambda device: 0.0)
     monkeypatch.setattr(prefill, "inputs", lambda case, gates: [shapes.make(SMALL, gates, "cpu", i) for i in range(2)])
     monkeypatch.setattr(harness, "copy_bandwidth", lambda: 4e12)
     monkeypatch.setattr(harness, "flush_buffer", lambda: torch.empty(0))

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import flash_kda
 from flash_kda import cli
-from flash_kda.bench import commands, decode, exact, harness, report, shapes
+from flash_kda.bench import commands, decode, exact, harness, measuring, report, shapes
 from flash_kda.bench.prefill import ratio
 from flash_kda.types import LowerBoundGate, SoftplusGate
 
@@ -99,7 +99,7 @@ def test_implementations_compute_the_case(
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """`decode.run` on the CPU with small inputs and made-up times."""
     small = {1: ONE, 4: DRAFTS}
-    monkeypatch.setattr(decode, "verify", lambda device: 0.0)
+    monkeypatch.setattr(measuring, "verify", lambda device: 0.0)
     monkeypatch.setattr(
         decode,
         "inputs",

@@ -14,7 +14,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from flash_kda import cli
-from flash_kda.bench import commands, harness, peers, report, shapes, train
+from flash_kda.bench import commands, harness, measuring, peers, report, shapes, train
 
 SMALL = shapes.Case("small", "train", (40,), 3, head_dim=32, seed=5)
 
@@ -37,7 +37,7 @@ def test_a_step_computes_every_gradient() -> None:
 @pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """`train.run` on the CPU with small inputs and made-up times."""
-    monkeypatch.setattr(train, "verify", lambda device: 0.0)
+    monkeypatch.setattr(measuring, "verify", lambda device: 0.0)
     monkeypatch.setattr(train, "inputs", lambda case, gates: [shapes.make(SMALL, gates, "cpu", i) for i in range(2)])
     monkeypatch.setattr(train, "refuse_untrainable", lambda options, device: None)
     monkeypatch.setattr(harness, "copy_bandwidth", lambda: 4e12)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +12,8 @@ from torch import Tensor
 
 import flash_kda
 from flash_kda.bench import harness, peers, shapes
-from flash_kda.bench.exact import exact, verify
+from flash_kda.bench.exact import exact
+from flash_kda.bench.measuring import measure_all, refuse, row_of, run_watched
 from flash_kda.bench.prefill import JUDGED_HEADS, SETS, SETS_BYTES, ratio
 from flash_kda.bench.report import Keep, Row
 from flash_kda.types import GateKind, LowerBoundGate, Problem
@@ -186,29 +186,14 @@ def measure_row(
         RuntimeError: a peer computed it with this library, or the other way round.
     """
     first = calls[0]
-    with flash_kda.record_backends() as ran:
-        o, states = implementation.prepare(first)()
-    if (implementation.impl == "flash_kda") != bool(ran):
-        raise RuntimeError(
-            f"{implementation.impl} was to run, but of flash_kda there ran: {', '.join(ran) or 'nothing'}"
-        )
+    (o, states), backend = run_watched(implementation, implementation.prepare(first))
     o, states = o.view_as(first.call.v), implementation.states(states, first)
     errors = ratio(o[:, :, :JUDGED_HEADS], right[0]), ratio(states[:, :JUDGED_HEADS], right[1])
     del o, states
     runs = [implementation.prepare(call) for call in calls]
     # A replay is seen to have run by its output; the states in a pool are its input too, and stay as they are.
     timing = harness.measure([lambda run=run: (run()[0],) * 2 for run in runs], flush, repeats)  # type: ignore[misc]
-    return {
-        "impl": implementation.impl,
-        "backend": ran[0] if ran else implementation.backend,
-        "work": implementation.work,
-        "note": implementation.note,
-        "ms": timing.graph_ms,
-        **{name: value for name, value in asdict(timing).items() if name != "graph_ms" and value is not None},
-        "output_error": errors[0],
-        "state_error": errors[1],
-        "date": datetime.date.today().isoformat(),
-    }
+    return row_of(implementation, backend, timing, output_error=errors[0], state_error=errors[1])
 
 
 def inputs(case: shapes.Case, gates: shapes.Gates) -> list[DecodeCall]:
@@ -218,61 +203,35 @@ def inputs(case: shapes.Case, gates: shapes.Gates) -> list[DecodeCall]:
 
 
 def refuse_undecodable(options: Options, device: str) -> None:
-    """Refuse what this library cannot run.
-
-    Raises:
-        NotImplementedError: with every reason.
-    """
-    for backend in options.backends:
-        for gates in options.gates:
-            gate: GateKind = "softplus" if gates == "softplus" else "lower_bound"
-            found = flash_kda.explain(Problem(T=1, gate=gate, device=device, op="decode"), backend)
-            if found.backend is None:
-                raise NotImplementedError(str(found))
+    """Refuse what this library cannot run; see :func:`measuring.refuse`."""
+    kinds: list[GateKind] = ["softplus" if gates == "softplus" else "lower_bound" for gates in options.gates]
+    refuse(options.backends, [Problem(T=1, gate=kind, device=device, op="decode") for kind in kinds])
 
 
 @torch.no_grad()
 def run(options: Options, say: Callable[[str], None], keep: Keep) -> list[Row]:
-    """Rows of ``op`` "decode": everything that ``options`` names, on the current CUDA device.
-
-    Args:
-        say: told about progress and about what is left out, one line at a time. keep: given all rows so far.
+    """Rows of ``op`` "decode": everything that ``options`` names, on the current CUDA device; see
+    :func:`measuring.measure_all`.
 
     Raises:
         KeyError: there is no such case. NotImplementedError: this library cannot run one.
     """
     chosen = [shapes.cases("decode")[name] for name in options.cases]
     refuse_undecodable(options, "cuda")
-    say(f"exact answers agree with the recurrence to {verify('cuda'):.1e}")
-    bandwidth = harness.copy_bandwidth()
-    say(f"a copy moves {bandwidth / 1e12:.2f} TB/s")
-    flush = harness.flush_buffer()
     found: list[Implementation] = [Ours(backend) for backend in options.backends]
     if options.peers:
         if (why := Fla().available()) is None:
             found.append(Fla())
         else:
             say(f"fla is left out: {why}")
-    rows: list[Row] = []
-    for case in chosen:
-        for gates in options.gates:
-            calls = inputs(case, gates)
-            right = exact(calls[0].call.first_heads(JUDGED_HEADS).inputs())
-            for implementation in found:
-                label = f"{case.name}, {gates}, {implementation.impl} {implementation.backend}"
-                try:
-                    row = measure_row(implementation, calls, right, flush, options.repeats)
-                except Exception as error:
-                    # A peer's failure is news, not the end; our own is a fault.
-                    if implementation.impl == "flash_kda":
-                        raise
-                    say(f"{label}: {type(error).__name__}: {error}")
-                    continue
-                floor = harness.floor_ms(case.floor_bytes, bandwidth)
-                rows.append({"op": "decode", "case": case.name, "gates": gates, **row, "floor_ms": floor})
-                ms = row["ms"] if row["ms"] is not None else row["eager_ms"]
-                say(f"{label}: {1e3 * ms:.1f} us, {ms / floor:.2f} x floor, {row['host_us']:.0f} us of host time")
-            del calls, right
-            torch.cuda.empty_cache()
-            keep(rows)
-    return rows
+    return measure_all(
+        chosen,
+        options.gates,
+        found,
+        inputs,
+        lambda call: exact(call.call.first_heads(JUDGED_HEADS).inputs()),
+        lambda case, gates, way, calls, right, flush: measure_row(way, calls, right, flush, options.repeats),
+        lambda row, ms: f"{1e3 * ms:.1f} us, {ms / row['floor_ms']:.2f} x floor, {row['host_us']:.0f} us of host time",
+        say,
+        keep,
+    )

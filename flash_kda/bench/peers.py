@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import flash_kda
 from flash_kda.bench.harness import Run
+from flash_kda.bench.measuring import run_watched
 from flash_kda.bench.shapes import Call, boundaries
 from flash_kda.reference import decay
 from flash_kda.types import LowerBoundGate
@@ -246,11 +247,5 @@ def run_once(implementation: Implementation, call: Call) -> tuple[tuple[Tensor, 
     Raises:
         RuntimeError: a peer computed it with this library, or the other way round.
     """
-    run = implementation.prepare(call)
-    with flash_kda.record_backends() as ran:
-        results = run()
-    if (implementation.impl == "flash_kda") != bool(ran):
-        raise RuntimeError(
-            f"{implementation.impl} was to run, but of flash_kda there ran: {', '.join(ran) or 'nothing'}"
-        )
-    return implementation.canonical(results, call), ran[0] if ran else implementation.backend
+    results, backend = run_watched(implementation, implementation.prepare(call))
+    return implementation.canonical(results, call), backend
