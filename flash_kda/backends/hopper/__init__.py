@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_kda.backends.triton import supports as triton_supports
-from flash_kda.types import DecodeInputs, Decoder, Inputs, PrefillInputs, Problem
+from flash_kda.types import DecodeInputs, Inputs, PrefillInputs, Problem
 
 CAPABILITY = (9, 0)
 # Gluon is young: these are the versions that the kernels have run with.
@@ -71,14 +71,9 @@ def gradients(inputs: Inputs, do: Tensor, dS: Tensor | None) -> tuple[Tensor | N
     raise NotImplementedError(supports(inputs.signature.problem_with_gradient))
 
 
-def run_decode(call: DecodeInputs) -> Tensor:
+def run_decode(call: DecodeInputs) -> tuple[Tensor, None]:
     """Not reached: ``supports`` refuses decode problems."""
     raise NotImplementedError(supports(call.problem))
-
-
-def decoder(call: DecodeInputs) -> Decoder | None:
-    """None: there is nothing to remember."""
-    return None
 
 
 def run_prefill(call: PrefillInputs) -> tuple[Tensor, None]:
