@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from flash_kda.backends.triton import supports as triton_supports
+from flash_kda.backends.triton.config import CHUNK
 from flash_kda.types import DecodeInputs, Inputs, PrefillInputs, Problem
 
 CAPABILITY = (9, 0)
 # Gluon is young: these are the versions that the kernels have run with.
 TRITON = ("3.6.",)
-CHUNK = 32
 
 
 def supports(problem: Problem) -> str | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_kda.backends.hopper.config import BV, HopperConfig, configure, segments
-from flash_kda.backends.hopper.prepare import prepare_warp
+from flash_kda.backends.hopper.prepare import BC, HALF, prepare_warp
 from flash_kda.backends.hopper.recurrence import APPLY, MAP, WHOLE, walk
 from flash_kda.backends.triton import common
 from flash_kda.backends.triton import config as triton_config
@@ -20,8 +20,6 @@ from flash_kda.backends.triton.prepare import prepare
 from flash_kda.backends.triton.segments import scan_segments
 from flash_kda.types import Inputs, Layout, Signature
 
-# Channels and rows of one copy of the preparation.
-BC, HALF = 32, 16
 # Value columns of a program of the scan over segments.
 SCAN_BV = 16
 
@@ -69,9 +67,9 @@ def describe(
         return Matrix("squares", chunks * 2 * C, 2 * C, 2 * C, (rows, 2 * C))
 
     which = common.ALL.value if bounded else common.EASY.value
-    prepared = {name: _rows_of(call, name, (C, BC)) for name in "qkg"} | {
-        "tiles": tiles(C, BC),
-        "squares": squares(HALF),
+    prepared = {name: _rows_of(call, name, (C, BC.value)) for name in "qkg"} | {
+        "tiles": tiles(C, BC.value),
+        "squares": squares(HALF.value),
     }
     programs = min(chunks, config.prepare_programs)
     launches = [Launch(prepare_warp, programs, values | {"CHUNKS": which}, {"num_warps": 1}, prepared)]

@@ -12,9 +12,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flash_kda.backends.hopper.common import pair, sequence_of_slot
 from flash_kda.backends.triton.common import EASY, L2NORM_EPS, activated_beta, exp2, first_slot, log2_decay, reciprocal
+from flash_kda.backends.triton.config import CHUNK
 
 # Tokens of a chunk and of the blocks that it is inverted by; channels at a time.
-C, HALF, BC = gl.constexpr(32), gl.constexpr(16), gl.constexpr(32)
+C, HALF, BC = gl.constexpr(CHUNK), gl.constexpr(CHUNK // 2), gl.constexpr(32)
 SQUARE = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
 # Left and right operands of a product. A tile [C, BC] in LEFT is, transposed, a right operand in the same registers.
 LEFT = gl.constexpr(gl.DotOperandLayout(0, SQUARE, 2))

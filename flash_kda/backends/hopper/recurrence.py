@@ -16,10 +16,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flash_kda.backends.hopper import config
 from flash_kda.backends.hopper.common import pair, sequence_of_slot
 from flash_kda.backends.triton.common import L2NORM_EPS, activated_beta, exp2, first_slot, log2_decay
+from flash_kda.backends.triton.config import CHUNK
 
-C, BV = gl.constexpr(32), gl.constexpr(64)
+C, BV = gl.constexpr(CHUNK), gl.constexpr(config.BV)
 # What a launch is for: whole sequences, what segments do to a state, or segments from the states before them.
 WHOLE, MAP, APPLY = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
