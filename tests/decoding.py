@@ -161,8 +161,9 @@ def expected(call: Call) -> tuple[Tensor, dict[int, Tensor]]:
 
 def checked(call: Call) -> DecodeInputs:
     """The call as the checks pass it on."""
+    public = inspect.signature(flash_kda.kda_decode).parameters
     names = [name for name in inspect.signature(check_decode).parameters if name != "out"]
-    return check_decode(**{name: call[name] for name in names if name in call}, out=call.get("out"))
+    return check_decode(**{name: call.get(name, public[name].default) for name in names}, out=call.get("out"))
 
 
 def run(target: Target, call: Call, **changes: Any) -> Tensor:
