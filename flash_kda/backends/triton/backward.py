@@ -41,11 +41,13 @@ class GradientConfig:
 
     Attributes:
         BC, BV: channels of a program, and value columns that it takes at a time, of the chunks' gradients.
+        unroll: rounds of these columns that are one.
         warps, walk_warps: per program. walk_stages: chunks in flight in the walks.
     """
 
     BC: int
     BV: int
+    unroll: int
     warps: int
     walk_warps: int
     walk_stages: int
@@ -54,8 +56,11 @@ class GradientConfig:
 def configure_gradient(config: Config) -> GradientConfig:
     """The backward's configuration beside the forward's."""
     return GradientConfig(
-        BC=min(config.BK, 128 if config.split else 64),
-        BV=min(128, 2 * config.BV) if config.split else config.BV,
+        # All channels at once where registers hold them: gradients of normalised rows are then whole.
+        BC=config.BK if config.split and config.BK <= 128 else min(config.BK, 64),
+        BV=config.BV,
+        # Both halves of the usual V = 128 at once: nothing then waits between them.
+        unroll=2 if config.split else 1,
         warps=8 if config.BK >= 64 else 4,
         walk_warps=config.recurrence_warps,
         walk_stages=min(config.stages, 2) if config.split else 1,
@@ -111,6 +116,7 @@ def describe_backward(call: Signature, config: Config, of_dS: Written | None) ->
         "WALK_STAGES": own.walk_stages,
         "GRADIENT_BC": own.BC,
         "GRADIENT_BV": own.BV,
+        "GRADIENT_UNROLL": own.unroll,
         "B": p.B,
         "H": p.H,
         "ROWS": ROWS,

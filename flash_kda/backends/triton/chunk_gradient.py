@@ -59,7 +59,7 @@ def _row_counts_token(bit, C: tl.constexpr, TOKENS_FIRST: tl.constexpr):
 def _sum_over_time(x, counts):
     """``x @ counts`` of float32 ``[BC, C]`` and ``[C, C]`` that holds -1, 0 and 1, to 2^-21 of each term."""
     high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-    return tl.dot(high, counts, tl.dot(x - high, counts, input_precision="tf32"), input_precision="tf32")
+    return tl.dot(counts, high, tl.dot(counts, x - high, input_precision="tf32"), input_precision="tf32")
 
 
 @triton.jit
@@ -74,16 +74,16 @@ def _join_gradient(
     """
     o = tl.arange(0, C)
     across = (o[:, None] > o[None, :]) & (((o[:, None] ^ o[None, :]) >> bit) == 1)
-    e = exp2(_sum_over_time(g2, _row_counts_token(bit, C, True)))
+    e = exp2(_sum_over_time(g2, _row_counts_token(bit, C, False)))
     k_e = (k * e).to(TILE)
     q_e = (q * e).to(TILE)
     M = tl.where(across, dM, 0.0)
     P = tl.where(across, dP, 0.0)
     # Late rows of k meet early ones and the reverse, each row being one or the other.
-    dk_e = tl.dot(k_e, (P + tl.trans(P)).to(TILE), input_precision=PRECISION)
-    dk_e = tl.dot(q_e, M.to(TILE), dk_e, input_precision=PRECISION) * e
-    dq_e = tl.dot(k_e, tl.trans(M).to(TILE), input_precision=PRECISION) * e
-    dg += _sum_over_time(dk_e * k + dq_e * q, _row_counts_token(bit, C, False))
+    dk_e = tl.dot((P + tl.trans(P)).to(TILE), k_e, input_precision=PRECISION)
+    dk_e = tl.dot(tl.trans(M).to(TILE), q_e, dk_e, input_precision=PRECISION) * e
+    dq_e = tl.dot(M.to(TILE), k_e, input_precision=PRECISION) * e
+    dg += _sum_over_time(dk_e * k + dq_e * q, _row_counts_token(bit, C, True))
     return dq + dq_e, dk + dk_e, dg
 
 
@@ -116,8 +116,8 @@ def _anchored_gradient(q, k, g2, dM, dP, C: tl.constexpr, TILE: tl.constexpr, PR
     """
     o = tl.arange(0, C)
     first, second = o[:, None], o[None, :]
-    late = tl.where((first <= second) & (first >= C // 2), 1.0, 0.0)
-    early = tl.where((first > second) & (first < C // 2), 1.0, 0.0)
+    late = tl.where((second <= first) & (second >= C // 2), 1.0, 0.0)
+    early = tl.where((second > first) & (second < C // 2), 1.0, 0.0)
     # Rows get 2^8 of what columns have too much: gradients of rows, which columns multiply, need the room.
     from_mid = _sum_over_time(g2, late - early) + 8.0
     e_row = exp2(from_mid)
@@ -129,31 +129,31 @@ def _anchored_gradient(q, k, g2, dM, dP, C: tl.constexpr, TILE: tl.constexpr, PR
     P, P_unit = _to_unit(tl.where(first > second, dP, 0.0))
     M = M.to(TILE)
     P = P.to(TILE)
-    dq_row = tl.dot(k_column, tl.trans(M), input_precision=PRECISION)
+    dq_row = tl.dot(M, k_column, input_precision=PRECISION)
     dq = dq_row * e_row * M_unit
     dG = dq_row * q_row.to(tl.float32)
-    dk_column = tl.dot(q_row, M, input_precision=PRECISION)
+    dk_column = tl.dot(tl.trans(M), q_row, input_precision=PRECISION)
     dk = dk_column * e_column * M_unit
     dG = (dG - dk_column * k_column.to(tl.float32)) * M_unit
-    dk_row = tl.dot(k_column, tl.trans(P), input_precision=PRECISION)
-    dk_column = tl.dot(k_row, P, input_precision=PRECISION)
+    dk_row = tl.dot(P, k_column, input_precision=PRECISION)
+    dk_column = tl.dot(tl.trans(P), k_row, input_precision=PRECISION)
     dk += (dk_row * e_row + dk_column * e_column) * P_unit
     dG += (dk_row * k_row.to(tl.float32) - dk_column * k_column.to(tl.float32)) * P_unit
-    return dq, dk, _sum_over_time(dG, tl.where(first >= second, 1.0, 0.0))
+    return dq, dk, dG
 
 
 @triton.jit
 def _load_rows(p_q, p_k, p_g, q_factor, k_factor, a, bias, lower_bound, m, m_t, GATE: tl.constexpr):
-    b_k = tl.load(p_k, mask=m, other=0.0).to(tl.float32) * k_factor[None, :]
-    b_q = tl.load(p_q, mask=m, other=0.0).to(tl.float32) * q_factor[None, :]
+    b_k = tl.load(p_k, mask=m, other=0.0).to(tl.float32) * k_factor[:, None]
+    b_q = tl.load(p_q, mask=m, other=0.0).to(tl.float32) * q_factor[:, None]
     raw = tl.load(p_g, mask=m, other=0.0).to(tl.float32)
-    return b_q, b_k, log2_decay(raw, a, bias[:, None], lower_bound, m_t[None, :], GATE), raw
+    return b_q, b_k, log2_decay(raw, a, bias[None, :], lower_bound, m_t[:, None], GATE), raw
 
 
 @triton.jit
 def _through_norm(y, dy, r):
     """Gradient of x from that of ``y = x r``, ``r = rsqrt(sum(x^2) + 1e-6)`` over the first dimension."""
-    return r[None, :] * (dy - y * tl.sum(y * dy, 0)[None, :])
+    return r[:, None] * (dy - y * tl.sum(y * dy, 1)[:, None])
 
 
 @triton.jit
@@ -183,7 +183,7 @@ def chunk_gradient(
     GATE: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, QK_L2NORM: tl.constexpr,
     BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr, PACKED: tl.constexpr, SEARCH: tl.constexpr,
     GRADIENT_BC: tl.constexpr, GRADIENT_BV: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
-    LEAST_BETA: tl.constexpr, CHUNKS: tl.constexpr, WHOLE_ROWS: tl.constexpr,
+    GRADIENT_UNROLL: tl.constexpr, LEAST_BETA: tl.constexpr, CHUNKS: tl.constexpr, WHOLE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """One (chunk, value head, block of GRADIENT_BC channels).
 
@@ -224,12 +224,12 @@ def chunk_gradient(
     p_U += chunk * (C * V) + o_r[:, None] * V
     dM = tl.zeros((C, C), tl.float32)
     minus_dP = tl.zeros((C, C), tl.float32)
-    for v in tl.range(0, V, GRADIENT_BV, num_stages=1):
+    for v in tl.range(0, V, GRADIENT_BV, num_stages=1, loop_unroll_factor=GRADIENT_UNROLL):
         o_v = v + tl.arange(0, GRADIENT_BV)[None, :]
-        m = m_t[:, None] & (o_v < V)
-        b_do = tl.load(p_do + o_v, mask=m, other=0.0).to(TILE)
-        b_dR = tl.load(p_dR + o_v, mask=m, other=0.0)
-        b_U = tl.trans(tl.load(p_U + o_v, mask=m, other=0.0))
+        m_row = m_t[:, None] & (o_v < V)
+        b_do = tl.load(p_do + o_v, mask=m_row, other=0.0).to(TILE)
+        b_dR = tl.load(p_dR + o_v, mask=m_row, other=0.0)
+        b_U = tl.trans(tl.load(p_U + o_v, mask=m_row, other=0.0))
         dM = tl.dot(b_do, b_U, dM, input_precision=PRECISION)
         minus_dP = tl.dot(b_dR, b_U, minus_dP, input_precision=PRECISION)
 
@@ -247,54 +247,54 @@ def chunk_gradient(
         tl.store(p_dbeta + i_beta, dbeta.to(p_dbeta.dtype.element_ty), mask=m_t)
 
     i_qk = i_h // GROUP
-    t = t[None, :]
+    t = t[:, None]
     p_q += batch * q_b + t * q_t + i_qk * q_h
     p_k += batch * k_b + t * k_t + i_qk * k_h
     p_g += batch * g_b + t * g_t + i_h * g_h
     rk = tl.full((C,), 1.0, tl.float32)
     rq = tl.full((C,), 1.0, tl.float32)
     if QK_L2NORM and BC < BK:
-        k_squares = tl.zeros((BC, C), tl.float32)
-        q_squares = tl.zeros((BC, C), tl.float32)
+        k_squares = tl.zeros((C, BC), tl.float32)
+        q_squares = tl.zeros((C, BC), tl.float32)
         for c in tl.range(0, BK, BC, num_stages=1):
-            o = (c + tl.arange(0, BC))[:, None]
-            m = (o < K) & m_t[None, :]
-            b_k = tl.load(p_k + o, mask=m, other=0.0).to(tl.float32)
-            b_q = tl.load(p_q + o, mask=m, other=0.0).to(tl.float32)
+            o = (c + tl.arange(0, BC))[None, :]
+            m_block = (o < K) & m_t[:, None]
+            b_k = tl.load(p_k + o, mask=m_block, other=0.0).to(tl.float32)
+            b_q = tl.load(p_q + o, mask=m_block, other=0.0).to(tl.float32)
             k_squares += b_k * b_k
             q_squares += b_q * b_q
-        rk = tl.rsqrt(tl.sum(k_squares, 0) + L2NORM_EPS)
-        rq = tl.rsqrt(tl.sum(q_squares, 0) + L2NORM_EPS)
-    m = m_c[:, None] & m_t[None, :]
+        rk = tl.rsqrt(tl.sum(k_squares, 1) + L2NORM_EPS)
+        rq = tl.rsqrt(tl.sum(q_squares, 1) + L2NORM_EPS)
+    m = m_c[None, :] & m_t[:, None]
     a = 1.0
     if HAS_A_LOG:
         a = tl.exp(tl.load(p_A_log + i_h))
     bias = tl.zeros((BC,), tl.float32)
     if HAS_DT_BIAS:
         bias = tl.load(p_dt_bias + i_h * K + o_c, mask=m_c, other=0.0)
-    p_q += o_c[:, None]
-    p_k += o_c[:, None]
-    p_g += o_c[:, None]
+    p_q += o_c[None, :]
+    p_k += o_c[None, :]
+    p_g += o_c[None, :]
     if QK_L2NORM and BC == BK:
         b_k = tl.load(p_k, mask=m, other=0.0).to(tl.float32)
         b_q = tl.load(p_q, mask=m, other=0.0).to(tl.float32)
-        rk = tl.rsqrt(tl.sum(b_k * b_k, 0) + L2NORM_EPS)
-        rq = tl.rsqrt(tl.sum(b_q * b_q, 0) + L2NORM_EPS)
+        rk = tl.rsqrt(tl.sum(b_k * b_k, 1) + L2NORM_EPS)
+        rq = tl.rsqrt(tl.sum(b_q * b_q, 1) + L2NORM_EPS)
     b_q, b_k, g2, raw = _load_rows(p_q, p_k, p_g, rq * scale, rk, a, bias, lower_bound, m, m_t, GATE)
     # A token's own pair has no decay.
-    own = tl.sum(tl.where(row == column, dM, 0.0), 0)[None, :]
+    own = tl.sum(tl.where(row == column, dM, 0.0), 1)[:, None]
     if CHUNKS == HARD:
         dq, dk, dg = _joined_gradient(b_q, b_k, g2, dM, -minus_dP, C, TILE, PRECISION)
     else:
-        dq, dk, dg = _anchored_gradient(b_q, b_k, g2, dM, -minus_dP, C, TILE, PRECISION)
+        dq, dk, dG = _anchored_gradient(b_q, b_k, g2, dM, -minus_dP, C, TILE, PRECISION)
 
     tl.debug_barrier()
     # What the chunk has of the state before it and of the gradient of that after it.
-    dQ_plus = tl.zeros((BC, C), tl.float32)
-    minus_dK_plus = tl.zeros((BC, C), tl.float32)
-    dK_end = tl.zeros((BC, C), tl.float32)
+    dQ_plus = tl.zeros((C, BC), tl.float32)
+    minus_dK_plus = tl.zeros((C, BC), tl.float32)
+    dK_end = tl.zeros((C, BC), tl.float32)
     S_dS = tl.zeros((BC,), tl.float32)
-    for v in tl.range(0, V, GRADIENT_BV, num_stages=1):
+    for v in tl.range(0, V, GRADIENT_BV, num_stages=1, loop_unroll_factor=GRADIENT_UNROLL):
         o_v = v + tl.arange(0, GRADIENT_BV)
         m_v = o_v < V
         m_row = m_t[:, None] & m_v[None, :]
@@ -305,40 +305,44 @@ def chunk_gradient(
         b_dR = tl.load(p_dR + o_v[None, :], mask=m_row, other=0.0)
         b_U = tl.load(p_U + o_v[None, :], mask=m_row, other=0.0)
         S_dS += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 0)
-        dQ_plus = tl.dot(tl.trans(b_S), tl.trans(b_do), dQ_plus, input_precision=PRECISION)
-        minus_dK_plus = tl.dot(tl.trans(b_S), tl.trans(b_dR), minus_dK_plus, input_precision=PRECISION)
-        dK_end = tl.dot(tl.trans(b_dS), tl.trans(b_U), dK_end, input_precision=PRECISION)
+        dQ_plus = tl.dot(b_do, b_S, dQ_plus, input_precision=PRECISION)
+        minus_dK_plus = tl.dot(b_dR, b_S, minus_dK_plus, input_precision=PRECISION)
+        dK_end = tl.dot(b_U, b_dS, dK_end, input_precision=PRECISION)
     tl.debug_barrier()
     b_q, b_k, g2, raw = _load_rows(p_q, p_k, p_g, rq * scale, rk, a, bias, lower_bound, m, m_t, GATE)
-    e_row = exp2(_sum_over_time(g2, tl.where(row <= column, 1.0, 0.0)))
+    e_row = exp2(_sum_over_time(g2, tl.where(row >= column, 1.0, 0.0)))
     dQ_plus *= e_row
     minus_dK_plus *= e_row
-    dK_end *= exp2(_sum_over_time(g2, tl.where(row > column, 1.0, 0.0)))
+    dK_end *= exp2(_sum_over_time(g2, tl.where(row < column, 1.0, 0.0)))
     dq += dQ_plus + own * b_k
     dk += dK_end - minus_dK_plus + own * b_q
     # Rows count from the start of the chunk, and to its end.
-    dg += _sum_over_time(dQ_plus * b_q - minus_dK_plus * b_k, tl.where(row >= column, 1.0, 0.0))
-    dg += _sum_over_time(dK_end * b_k, tl.where(row < column, 1.0, 0.0))
-    dg += (S_dS * exp2(tl.sum(g2, 1)))[:, None]
+    dG_row = dQ_plus * b_q - minus_dK_plus * b_k
+    if CHUNKS == HARD:
+        dg += _sum_over_time(dG_row, tl.where(row <= column, 1.0, 0.0))
+    else:
+        dg = _sum_over_time(dG_row + dG, tl.where(row <= column, 1.0, 0.0))
+    dg += _sum_over_time(dK_end * b_k, tl.where(row > column, 1.0, 0.0))
+    dg += (S_dS * exp2(tl.sum(g2, 0)))[None, :]
 
     dq *= scale
-    o_part = ((batch * T + t) * HV + i_h) * K + o_c[:, None]
+    o_part = ((batch * T + t) * HV + i_h) * K + o_c[None, :]
     if WHOLE_ROWS:
         # All channels of the only value head of q and k are here: the rows' gradients are whole.
         if QK_L2NORM:
             dk = _through_norm(b_k, dk, rk)
-            dq = _through_norm(tl.load(p_q, mask=m, other=0.0).to(tl.float32) * rq[None, :], dq, rq)
+            dq = _through_norm(tl.load(p_q, mask=m, other=0.0).to(tl.float32) * rq[:, None], dq, rq)
         tl.store(p_dq + o_part, dq.to(p_dq.dtype.element_ty), mask=m)
         tl.store(p_dk + o_part, dk.to(p_dk.dtype.element_ty), mask=m)
     else:
         tl.store(p_dq_part + o_part, dq, mask=m)
         tl.store(p_dk_part + o_part, dk, mask=m)
-    draw, dA = _gate_gradient(dg, g2, raw, a, bias[:, None], lower_bound, GATE)
+    draw, dA = _gate_gradient(dg, g2, raw, a, bias[None, :], lower_bound, GATE)
     tl.store(p_dg + o_part, draw.to(p_dg.dtype.element_ty), mask=m)
     if HAS_A_LOG:
-        tl.store(p_dA_part + chunk * BK + o_c, tl.sum(tl.where(m, dA, 0.0), 1))
+        tl.store(p_dA_part + chunk * BK + o_c, tl.sum(tl.where(m, dA, 0.0), 0))
     if HAS_DT_BIAS:
-        tl.store(p_dbias_part + chunk * BK + o_c, tl.sum(tl.where(m, draw, 0.0), 1))
+        tl.store(p_dbias_part + chunk * BK + o_c, tl.sum(tl.where(m, draw, 0.0), 0))
 
 
 @triton.jit
