@@ -44,7 +44,7 @@ from flash_kda.reference import kda_chunk
 from flash_kda.types import LowerBoundGate, SoftplusGate
 
 SHAPE = ByteLMConfig(hidden_size=512, num_layers=6, num_heads=4, head_dim=128, mlp_size=1280)
-# 65 million bytes: about six times the training text. Many more would be learned by heart.
+# 65 million bytes, about six times the training text.
 CONFIG = TrainConfig(steps=1000, batch=32, length=2048, lr=2e-3, warmup=100)
 # Steps between two waits for the device, which are for a line of progress.
 GROUP = 20
