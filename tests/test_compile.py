@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, Target, leaves, run, targets
+from cases import Case, Target, inputs_of, leaves, run, skip_if_declined, targets
 from compare import assert_same_bits
-from decoding import BASE, PACKED, DecodeCase, skip_if_declined
+from decoding import BASE, PACKED, DecodeCase, checked
 
 import flash_kda
 
@@ -30,6 +30,7 @@ def _fresh_graphs() -> None:
 def test_one_operator(target: Target, case: Case) -> None:
     """The compiled call gives the bits of the plain one, and is the operator alone."""
     call = case.build(target.device)
+    skip_if_declined(target, flash_kda.Problem.of(inputs_of(call)))
     arguments = call | {"backend": target.backend}
     graphs = []
 
@@ -129,7 +130,7 @@ DECODES = (
 def test_decoding_is_one_operator(target: Target, case: DecodeCase, with_out: bool) -> None:
     """The compiled call gives the bits of the plain one, and updates the pool."""
     call, plain = case.build(target.device), case.build(target.device)
-    skip_if_declined(target, call)
+    skip_if_declined(target, checked(call).problem)
     out = torch.full_like(call["v"], torch.nan) if with_out else None
     compiled = torch.compile(flash_kda.kda_decode, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
