@@ -83,6 +83,24 @@ def test_the_operator_keeps_its_contract() -> None:
         )
 
 
+@pytest.mark.parametrize("target", targets())
+def test_the_operator_is_differentiated_as_torch_expects(target: Target) -> None:
+    """torch's own checks of autograd, also through the compiler with changing shapes."""
+    if (
+        flash_kda.explain(flash_kda.Problem(K=16, V=16, device=target.device, grad=True), target.backend).backend
+        is None
+    ):
+        pytest.skip("computes no gradients")
+    call, _ = leaves(Case(T=40, H=1, HV=2, K=16, V=16).build(target.device))
+    rows = [*(call[name] for name in ("q", "k", "v", "g", "beta")), call["gate"].A_log, call["gate"].dt_bias]
+    options = ("lower_bound", -5.0, None, True, True, True, False, "vk", target.backend)
+    torch.library.opcheck(
+        torch.ops.flash_kda.forward.default,
+        (*rows, call["initial_state"], None, *options),
+        test_utils=("test_autograd_registration", "test_aot_dispatch_dynamic"),
+    )
+
+
 def test_errors_of_a_compiled_call() -> None:
     """What the checks say of a wrong argument reaches the caller."""
     call = Case(T=20).build("cpu")
