@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,8 +166,8 @@ def checked(call: Call) -> DecodeInputs:
     return check_decode(**{name: call[name] for name in names}, out=call.get("out"))
 
 
-def skip_if_declined(target: Target, call: Call) -> None:
-    """Skip with the backend's reason where it may decline."""
+def skip_if_declined(target: Target, call: Call, checked: Callable[[Call], Any] = checked) -> None:
+    """Skip with the backend's reason where it may decline. ``checked``: the call as the checks pass it on."""
     if not target.partial:
         return
     why = flash_kda.explain(checked(call).problem, target.backend)

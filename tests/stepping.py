@@ -144,10 +144,7 @@ def checked(call: Call) -> StepInputs:
 def run(target: Target, call: Call, **changes: Any) -> Tensor:
     """``kda_decode_step`` on the target, with the assertion that it was this backend that ran."""
     call = call | changes
-    if target.partial:
-        why = flash_kda.explain(checked(call).problem, target.backend)
-        if why.backend is None:
-            pytest.skip(str(why))
+    decoding.skip_if_declined(target, call, checked)
     with flash_kda.record_backends() as ran:
         o = flash_kda.kda_decode_step(**call, backend=target.backend)
     assert ran == [target.backend]
