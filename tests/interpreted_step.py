@@ -104,6 +104,18 @@ def far_slots() -> None:
             assert_same_bits(pool[where], small[name][at], name)
 
 
+def far_inputs() -> None:
+    """The last inputs of a row more than 2^31 elements apart."""
+    case = StepCase(DecodeCase(Case(B=2, T=1, H=1, K=16, V=16), padding=False))
+    call, small = case.build(), case.build()
+    slots, apart = len(call["pool"]), 2**30 + 2**10
+    with tempfile.NamedTemporaryFile() as inputs:
+        file = torch.from_file(inputs.name, shared=True, size=3 * apart)
+        call["conv_pool"] = file.as_strided((slots, 3, 48), (48, apart, 1)).copy_(call["conv_pool"])
+        assert_same_bits(launch(call), launch(small), "o")
+        assert_same_bits(call["conv_pool"], small["conv_pool"], "conv_pool")
+
+
 def same_bits() -> None:
     """In another order, and alone."""
     case = StepCase(DecodeCase(BASE, padding=False), bias=True)
@@ -189,6 +201,7 @@ CASES: dict[str, Callable[[], None]] = {
     "strided": strided,
     "one projection": one_projection,
     "far slots": far_slots,
+    "far inputs": far_inputs,
     "same bits": same_bits,
     "opposite order": opposite_order,
     **{f"spoilt {name}": partial(spoilt, name) for name in (*CONVOLVED, "g", "beta", "z")},

@@ -98,7 +98,7 @@ def step(
     m_o = o_o < V
     p_o += n * o_b + i_h * GROUP * o_h
     if not valid:
-        for _ in tl.range(0, GROUP):
+        for _ in tl.range(0, GROUP, num_stages=1):
             tl.store(p_o + o_o, tl.zeros((PARTS, BV), p_o.dtype.element_ty), mask=m_o)
             p_o += o_h
         return
@@ -113,7 +113,7 @@ def step(
     q_window = _window(p_q + n * q_b + i_h * q_h + o_k, p_q_conv, conv_w, o_w, m_k, known, W, 1)
     k_window = _window(p_k + n * k_b + i_h * k_h + o_k, p_k_conv, conv_w, o_w, m_k, known, W, 1)
 
-    for j in tl.range(0, GROUP):
+    for j in tl.range(0, GROUP, num_stages=1):
         i_hv = i_h * GROUP + j
         b_g = tl.load(p_g + n * g_b + i_hv * g_h + o_k, mask=m_k, other=0.0)
         beta = tl.load(p_beta + n * beta_b + i_hv * beta_h)
@@ -126,7 +126,7 @@ def step(
         b_z = tl.load(p_z + n * z_b + i_hv * z_h + o_o, mask=m_o, other=0.0).to(tl.float32)
         b_norm = tl.load(p_norm + o_o, mask=m_o, other=0.0).to(tl.float32)
         b_o = tl.zeros((PARTS, BV), tl.float32)
-        for i_v in tl.range(0, PARTS):
+        for i_v in tl.range(0, PARTS, num_stages=1):
             o_v = i_v * BV + tl.arange(0, BV)
             m_v = o_v < V
             m_S = m_v[:, None] & m_k[None, :]
