@@ -199,6 +199,16 @@ def _gradients(ctx: Any, do: Tensor, dS: Tensor) -> tuple[Tensor | None, ...]:
 forward.register_autograd(_gradients, setup_context=_keep)
 
 
+def _no_second_derivatives(ctx: Any, *_: Tensor) -> None:
+    raise NotImplementedError(
+        "flash_kda::backward has no second derivatives; a call that is not compiled, with backend='reference', can be "
+        "differentiated twice"
+    )
+
+
+backward.register_autograd(_no_second_derivatives)
+
+
 def traced(
     q: Tensor,
     k: Tensor,

@@ -204,13 +204,18 @@ def spans_of(call: Call) -> list[tuple[int, int, int]]:
     return [(0, a, b) for a, b in itertools.pairwise(ends)]
 
 
+def skip_if_declined(target: Target, problem: flash_kda.Problem) -> None:
+    """Skip with the backend's reason where it may decline."""
+    if target.partial:
+        why = flash_kda.explain(problem, target.backend)
+        if why.backend is None:
+            pytest.skip(str(why))
+
+
 def run(target: Target, call: Call, **changes: Any) -> tuple[Tensor, Tensor | None]:
     """``kda`` on the target, with the assertion that it was this backend that ran."""
     call = call | changes
-    if target.partial:
-        why = flash_kda.explain(flash_kda.Problem.of(inputs_of(call)), target.backend)
-        if why.backend is None:
-            pytest.skip(str(why))
+    skip_if_declined(target, flash_kda.Problem.of(inputs_of(call)))
     with flash_kda.record_backends() as ran:
         out = flash_kda.kda(**call, backend=target.backend)
     assert ran == [target.backend]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from cases import Call, Case, Target, oracle, spans_of
+from cases import Call, Case, Target, oracle, skip_if_declined, spans_of
 from compare import assert_close, bits
 from torch import Tensor
 
@@ -162,23 +161,15 @@ def expected(call: Call) -> tuple[Tensor, dict[int, Tensor]]:
 
 def checked(call: Call) -> DecodeInputs:
     """The call as the checks pass it on."""
+    public = inspect.signature(flash_kda.kda_decode).parameters
     names = [name for name in inspect.signature(check_decode).parameters if name != "out"]
-    return check_decode(**{name: call[name] for name in names}, out=call.get("out"))
-
-
-def skip_if_declined(target: Target, call: Call, checked: Callable[[Call], Any] = checked) -> None:
-    """Skip with the backend's reason where it may decline. ``checked``: the call as the checks pass it on."""
-    if not target.partial:
-        return
-    why = flash_kda.explain(checked(call).problem, target.backend)
-    if why.backend is None:
-        pytest.skip(str(why))
+    return check_decode(**{name: call.get(name, public[name].default) for name in names}, out=call.get("out"))
 
 
 def run(target: Target, call: Call, **changes: Any) -> Tensor:
     """``kda_decode`` on the target, with the assertion that it was this backend that ran."""
     call = call | changes
-    skip_if_declined(target, call)
+    skip_if_declined(target, checked(call).problem)
     with flash_kda.record_backends() as ran:
         o = flash_kda.kda_decode(**call, backend=target.backend)
     assert ran == [target.backend]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Call, Case, Target, oracle, spans_of
+from cases import Call, Case, Target, oracle, skip_if_declined, spans_of
 from compare import assert_close, bits
 from decoding import ROWS, row_call
 from torch import Tensor
@@ -204,19 +204,10 @@ def checked(call: Call) -> PrefillInputs:
     return check_prefill(**{name: call[name] for name in names}, out=call.get("out"))
 
 
-def skip_if_declined(target: Target, call: Call) -> None:
-    """Skip with the backend's reason where it may decline."""
-    if not target.partial:
-        return
-    why = flash_kda.explain(checked(call).problem, target.backend)
-    if why.backend is None:
-        pytest.skip(str(why))
-
-
 def run(target: Target, call: Call, **changes: Any) -> Tensor:
     """``kda_prefill`` on the target, with the assertion that it was this backend that ran."""
     call = call | changes
-    skip_if_declined(target, call)
+    skip_if_declined(target, checked(call).problem)
     with flash_kda.record_backends() as ran:
         o = flash_kda.kda_prefill(**call, backend=target.backend)
     assert ran == [target.backend]

@@ -11,7 +11,7 @@ import decoding
 import numpy as np
 import pytest
 import torch
-from cases import Call, Case, Target
+from cases import Call, Case, Target, skip_if_declined
 from compare import assert_close, assert_same_bits, bits
 from decoding import BASE, TOLERANCE, DecodeCase
 from torch import Tensor
@@ -144,7 +144,7 @@ def checked(call: Call) -> StepInputs:
 def run(target: Target, call: Call, **changes: Any) -> Tensor:
     """``kda_decode_step`` on the target, with the assertion that it was this backend that ran."""
     call = call | changes
-    decoding.skip_if_declined(target, call, checked)
+    skip_if_declined(target, checked(call).problem)
     with flash_kda.record_backends() as ran:
         o = flash_kda.kda_decode_step(**call, backend=target.backend)
     assert ran == [target.backend]

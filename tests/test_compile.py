@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import stepping
 import torch
-from cases import Case, Target, leaves, run, targets
+from cases import Case, Target, inputs_of, leaves, run, skip_if_declined, targets
 from compare import assert_same_bits
-from decoding import BASE, PACKED, DecodeCase, skip_if_declined
+from decoding import BASE, PACKED, DecodeCase, checked
 from stepping import StepCase
 
 import flash_kda
@@ -32,6 +32,7 @@ def _fresh_graphs() -> None:
 def test_one_operator(target: Target, case: Case) -> None:
     """The compiled call gives the bits of the plain one, and is the operator alone."""
     call = case.build(target.device)
+    skip_if_declined(target, flash_kda.Problem.of(inputs_of(call)))
     arguments = call | {"backend": target.backend}
     graphs = []
 
@@ -84,6 +85,24 @@ def test_the_operator_keeps_its_contract() -> None:
         )
 
 
+@pytest.mark.parametrize("target", targets())
+def test_the_operator_is_differentiated_as_torch_expects(target: Target) -> None:
+    """torch's own checks of autograd, also through the compiler with changing shapes."""
+    if (
+        flash_kda.explain(flash_kda.Problem(K=16, V=16, device=target.device, grad=True), target.backend).backend
+        is None
+    ):
+        pytest.skip("computes no gradients")
+    call, _ = leaves(Case(T=40, H=1, HV=2, K=16, V=16).build(target.device))
+    rows = [*(call[name] for name in ("q", "k", "v", "g", "beta")), call["gate"].A_log, call["gate"].dt_bias]
+    options = ("lower_bound", -5.0, None, True, True, True, False, "vk", target.backend)
+    torch.library.opcheck(
+        torch.ops.flash_kda.forward.default,
+        (*rows, call["initial_state"], None, *options),
+        test_utils=("test_autograd_registration", "test_aot_dispatch_dynamic"),
+    )
+
+
 def test_errors_of_a_compiled_call() -> None:
     """What the checks say of a wrong argument reaches the caller."""
     call = Case(T=20).build("cpu")
@@ -113,7 +132,7 @@ DECODES = (
 def test_decoding_is_one_operator(target: Target, case: DecodeCase, with_out: bool) -> None:
     """The compiled call gives the bits of the plain one, and updates the pool."""
     call, plain = case.build(target.device), case.build(target.device)
-    skip_if_declined(target, call)
+    skip_if_declined(target, checked(call).problem)
     out = torch.full_like(call["v"], torch.nan) if with_out else None
     compiled = torch.compile(flash_kda.kda_decode, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
@@ -138,7 +157,7 @@ STEPS = (
 def test_a_decode_step_is_one_operator(target: Target, case: StepCase, with_out: bool) -> None:
     """The compiled call gives the bits of the plain one, and updates both pools."""
     call, plain = case.build(target.device), case.build(target.device)
-    skip_if_declined(target, call, stepping.checked)
+    skip_if_declined(target, stepping.checked(call).problem)
     out = torch.full_like(call["v"], torch.nan) if with_out else None
     compiled = torch.compile(flash_kda.kda_decode_step, fullgraph=True, backend="aot_eager")
     with torch.no_grad():

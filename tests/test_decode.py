@@ -54,7 +54,8 @@ def test_the_state_is_not_transposed(target: Target) -> None:
     for layout, row in (("kv", S[0, 0, 1]), ("vk", S[0, 0, :, 1])):
         pool = S.clone()
         arguments = {"gate": flash_kda.LogGate(), "scale": 1.0, "qk_l2norm": False, "state_layout": layout}
-        o = flash_kda.kda_decode(q, zeros, zeros, zeros, zeros[..., 0], pool=pool, **arguments, backend=target.backend)
+        call = {"q": q, "k": zeros, "v": zeros, "g": zeros, "beta": zeros[..., 0], "pool": pool} | arguments
+        o = run(target, call)
         assert o[0, 0, 0].tolist() == row.tolist()
         assert_same_bits(pool, S, "pool")
 

@@ -359,7 +359,8 @@ def test_direct_launches_compute_the_same(index: int) -> None:
         assert (state is None) == (state_again is None)
         if state is not None:
             assert_same_bits(state_again, state, "state")
-    assert_outputs(o, oracle(other)[0], other, 6e-3)
+    # Twice what other tests allow: some of these keys are not normalised, and the states so much worse conditioned.
+    assert_outputs(o, oracle(other)[0], other, 1.2e-2)
 
 
 @gpu

@@ -324,18 +324,3 @@ def test_memory_on_a_gpu() -> None:
     # Gradients 5, since g is float32, states of both walks 8, U and dR 2, parts of dq and dk in float32 4, tiles and
     # squares 4, all in units of one bfloat16 tensor of rows.
     assert peak <= 25 * given, f"{peak / given:.1f} times an output"
-
-
-@pytest.mark.gpu
-def test_autocast_changes_nothing_on_a_gpu() -> None:
-    """Neither the forward nor the backward depends on autocast around it."""
-    call = Case(T=100, H=2, K=64, V=64).build("cuda")
-    results = []
-    for enabled in (False, True):
-        taped, found = leaves(call)
-        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=enabled):
-            o, S = run(GPU, taped)
-            assert S is not None
-            results.append(torch.autograd.grad(o.sum() + S.sum(), list(found.values())))
-    for name, a, b in zip(found, *results, strict=True):
-        assert_same_bits(b, a, f"d{name}")

@@ -82,9 +82,12 @@ def as_tensor(text: bytes) -> Tensor:
 
 
 def batch(train: Tensor, size: int, length: int, generator: torch.Generator) -> Tensor:
-    """``[size, length + 1]`` int64 windows at random places of the training bytes ``[n]``."""
-    starts = torch.randint(len(train) - length, (size, 1), generator=generator)
-    return train[starts + torch.arange(length + 1)].long()
+    """``[size, length + 1]`` int64 windows at random places of the training bytes ``[n]``, on their device.
+
+    The generator is one of the CPU, so that places do not depend on the device.
+    """
+    starts = torch.randint(len(train) - length, (size, 1), generator=generator).to(train.device, non_blocking=True)
+    return train[starts + torch.arange(length + 1, device=train.device)].long()
 
 
 def unigram_bits(corpus: Corpus) -> float:
@@ -110,3 +113,22 @@ def gzip_bits(corpus: Corpus) -> float:
     """Bits per byte of all held-out bytes compressed together at gzip's highest level, its header included."""
     text = corpus.held_out_bytes
     return 8 * len(gzip.compress(text, 9, mtime=0)) / len(text)
+
+
+def xz_bits(corpus: Corpus) -> float:
+    """Bits per byte of all held-out bytes compressed together at xz's highest level, its container included."""
+    text = corpus.held_out_bytes
+    return 8 * len(_xz(text)) / len(text)
+
+
+def xz_bits_after_training(corpus: Corpus) -> float:
+    """Bits per held-out byte that xz adds to the compressed training text: its window, 64 MiB, holds all of it."""
+    text = corpus.held_out_bytes
+    return 8 * (len(_xz(corpus.train + text)) - len(_xz(corpus.train))) / len(text)
+
+
+def _xz(text: bytes) -> bytes:
+    # Some builds of Python come without it.
+    import lzma
+
+    return lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)

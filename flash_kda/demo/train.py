@@ -68,7 +68,7 @@ def threads(n: int) -> Iterator[None]:
 
 def bits_of(model: ByteLM, texts: Sequence[bytes]) -> Tensor:
     """Bits ``[texts, length]`` that the model needs for each byte of texts of one length, each read from its start."""
-    x = torch.stack([data.as_tensor(data.START + text) for text in texts])
+    x = torch.stack([data.as_tensor(data.START + text) for text in texts]).to(model.embedding.weight.device)
     with torch.no_grad():
         logits, _ = model(x[:, :-1])
     return F.cross_entropy(logits.double().transpose(1, 2), x[:, 1:], reduction="none") / math.log(2)
@@ -86,12 +86,12 @@ def bits_per_byte(model: ByteLM, texts: Sequence[bytes], together: int = 4) -> f
     return total / sum(map(len, texts))
 
 
-def optimiser(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW; matrices decay, while norms, gates, biases and convolution filters do not."""
+def optimiser(model: nn.Module, config: TrainConfig, fused: bool | None = None) -> torch.optim.AdamW:
+    """AdamW; matrices decay, while norms, gates, biases and convolution filters do not. ``fused``: as torch has it."""
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95))
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=fused)
 
 
 def learning_rate(step: int, progress: float, config: TrainConfig) -> float:

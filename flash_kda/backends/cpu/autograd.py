@@ -26,7 +26,9 @@ class ChunkKDA(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor, dS: Tensor) -> tuple[Tensor | None, ...]:
-        rows, parameters, kept = ctx.saved_tensors[:5], ctx.saved_tensors[5:7], list(ctx.saved_tensors[7:])
+        # Read once: under activation checkpointing what was saved is made again, and given out a single time.
+        saved = ctx.saved_tensors
+        rows, parameters, kept = saved[:5], saved[5:7], list(saved[7:])
         inputs: Inputs = ctx.inputs.replace(**dict(zip(ROWS, rows, strict=True)))
         if not isinstance(inputs.gate, LogGate):
             inputs = inputs.replace(gate=replace(inputs.gate, A_log=parameters[0], dt_bias=parameters[1]))

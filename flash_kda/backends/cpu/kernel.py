@@ -26,6 +26,11 @@ def compute_dtype(inputs: Inputs) -> torch.dtype:
     return torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
 
 
+def without_autocast() -> torch.autocast:
+    """The products here are of one dtype, whatever torch.autocast around the call would make of them."""
+    return torch.autocast("cpu", enabled=False)
+
+
 def states_in(inputs: Inputs) -> Tensor:
     """States before each sequence, ``[N, HV, K, V]``, a fresh padded tensor in the dtype of computation."""
     K, V = inputs.q.shape[3], inputs.v.shape[3]
@@ -113,12 +118,13 @@ def forward(inputs: Inputs, keep_states: bool = False) -> tuple[Tensor, Tensor, 
     o = rows_like(inputs.v, inputs)
     S = states_in(inputs)
     kept = []
-    for groups in plan(inputs):
-        for group in groups:
-            rows, S[group.sequences], states = forward_group(inputs, group, S[group.sequences], keep_states)
-            if keep_states:
-                kept.append(states)
-            group.put(o, rows)
+    with without_autocast():
+        for groups in plan(inputs):
+            for group in groups:
+                rows, S[group.sequences], states = forward_group(inputs, group, S[group.sequences], keep_states)
+                if keep_states:
+                    kept.append(states)
+                group.put(o, rows)
     return o, S, kept
 
 
@@ -134,13 +140,14 @@ def backward(inputs: Inputs, kept: list[Tensor], do: Tensor, dS: Tensor) -> dict
     grads |= {name: torch.zeros(x.shape, dtype=torch.float64) for name, x in parameters.items()}
     dS = pad(by_key(dS, inputs).to(compute_dtype(inputs), copy=True), 2)
     before = iter(kept)
-    for groups in plan(inputs):
-        for group, states in reversed([(group, next(before)) for group in groups]):
-            d, dS[group.sequences] = _backward_group(inputs, group, states, do, dS[group.sequences])
-            for name in ROWS:
-                group.put(grads[name], d[name])
-            for name in parameters:
-                grads[name] += d[name]
+    with without_autocast():
+        for groups in plan(inputs):
+            for group, states in reversed([(group, next(before)) for group in groups]):
+                d, dS[group.sequences] = _backward_group(inputs, group, states, do, dS[group.sequences])
+                for name in ROWS:
+                    group.put(grads[name], d[name])
+                for name in parameters:
+                    grads[name] += d[name]
     for name, x in parameters.items():
         grads[name] = grads[name].to(x.dtype)
     dS = dS[..., : inputs.q.shape[3], : inputs.v.shape[3]]

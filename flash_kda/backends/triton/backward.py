@@ -20,14 +20,14 @@ from flash_kda.backends.triton.config import Config, configure
 from flash_kda.backends.triton.forward import Written, describe, device_facts, slots, values
 from flash_kda.backends.triton.launch import Launch, Plan, Scratch
 from flash_kda.backends.triton.prepare import prepare
-from flash_kda.backends.triton.walks import walk_gradient, walk_states
+from flash_kda.backends.triton.walks import walks
 from flash_kda.types import Inputs, Signature, gate_parameters
 
 # What is passed to the kernels, by the names of their parameters without ``p_``. The preparation clears the rows of o
 # past the last sequence: these are dv's.
 TENSORS = (
     *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu", "S0", "do", "dS"),
-    *("dq", "dk", "dv", "dg", "dbeta", "dS0", "dA_part", "dbias_part", "o"),
+    *("dq", "dk", "dv", "dg", "dbeta", "dS0", "dA_part", "dbias_part", "o", "dR"),
 )
 # What stands for a smaller beta: far below what any gradient notices, and its square is a normal number.
 LEAST_BETA = 2.0**-30
@@ -54,8 +54,8 @@ class GradientConfig:
 def configure_gradient(config: Config) -> GradientConfig:
     """The backward's configuration beside the forward's."""
     return GradientConfig(
-        BC=min(config.BK, 64),
-        BV=config.BV,
+        BC=min(config.BK, 128 if config.split else 64),
+        BV=min(128, 2 * config.BV) if config.split else config.BV,
         warps=8 if config.BK >= 64 else 4,
         walk_warps=config.recurrence_warps,
         walk_stages=min(config.stages, 2) if config.split else 1,
@@ -69,6 +69,7 @@ class Gradients:
     Attributes:
         dq, dk, dv, dg, dbeta: like their tensors, contiguous. dS0: like the initial state, if there is one.
         dA_part, dbias_part: ``[slots, HV, BK]`` float32 parts by chunk, if the gate has A_log and dt_bias.
+        dR: dv in the tiles' dtype, dv itself where that is its own.
     """
 
     dq: Tensor
@@ -79,6 +80,7 @@ class Gradients:
     dS0: Tensor | None
     dA_part: Tensor | None
     dbias_part: Tensor | None
+    dR: Tensor
 
 
 def describe_backward(call: Signature, config: Config, of_dS: Written | None) -> tuple[Scratch, list[Launch]]:
@@ -92,14 +94,15 @@ def describe_backward(call: Signature, config: Config, of_dS: Written | None) ->
     shape = (HV * p.K * p.V, p.K * p.V, *((p.K, 1) if call.state_layout == "vk" else (p.V, 1)))
     of_state = (p.state_dtype, shape)
     scratch, launches = describe(call, config, out, of_state)
+    whole_rows = own.BC == BK and HV == p.H
+    parts = 0 if whole_rows else p.B * p.T * HV * p.K
     scratch = {
         **scratch,
         "states": (chunks * p.V * BK, tile),
         "dstates": (chunks * p.V * BK, tile),
         "U": (chunks * C * p.V, tile),
-        "dR": (chunks * C * p.V, tile),
-        "dq_part": (p.B * p.T * HV * p.K, torch.float32),
-        "dk_part": (p.B * p.T * HV * p.K, torch.float32),
+        "dq_part": (parts, torch.float32),
+        "dk_part": (parts, torch.float32),
     }
     given = values(call, config, out, of_state) | {
         "LEAST_BETA": LEAST_BETA,
@@ -111,16 +114,18 @@ def describe_backward(call: Signature, config: Config, of_dS: Written | None) ->
         "B": p.B,
         "H": p.H,
         "ROWS": ROWS,
+        "WHOLE_ROWS": whole_rows,
+        "STORE_DR": p.dtype != tile,
     }
-    parts = N * HV * math.ceil(p.V / config.BV)
-    walk = {"num_warps": own.walk_warps}
-    return scratch, [
-        *(replace(x, values={**x.values, "LEAST_BETA": LEAST_BETA}) for x in launches if x.kernel is prepare),
-        Launch(walk_states, parts, given, walk),
-        Launch(walk_gradient, parts, given, walk),
-        Launch(chunk_gradient, chunks * (BK // own.BC), given, {"num_warps": own.warps}),
-        Launch(head_gradient, math.ceil(p.B * p.T / ROWS) * p.H, given, {"num_warps": 4}),
-    ]
+    programs = N * HV * math.ceil(p.V / config.BV)
+    prepared = [replace(x, values={**x.values, "LEAST_BETA": LEAST_BETA}) for x in launches if x.kernel is prepare]
+    found = [*prepared, Launch(walks, 2 * programs, given, {"num_warps": own.walk_warps})]
+    for x in prepared:
+        values_ = given | {"CHUNKS": x.values["CHUNKS"]}
+        found.append(Launch(chunk_gradient, chunks * (BK // own.BC), values_, {"num_warps": own.warps}))
+    if not whole_rows:
+        found.append(Launch(head_gradient, math.ceil(p.B * p.T / ROWS) * p.H, given, {"num_warps": 4}))
+    return scratch, found
 
 
 @lru_cache(maxsize=1024)
@@ -147,15 +152,18 @@ def allocate(inputs: Inputs, config: Config) -> Gradients:
     def part(parameter: Tensor | None) -> Tensor | None:
         return None if parameter is None else torch.empty(parts, dtype=torch.float32, device=x.q.device)
 
+    dv = empty(x.v)
+    tile = torch.bfloat16 if config.split else torch.float32
     return Gradients(
-        dq=empty(x.q),
-        dk=empty(x.k),
-        dv=empty(x.v),
+        dq=new(x.q.shape, dtype=x.q.dtype, device=x.q.device),
+        dk=new(x.k.shape, dtype=x.k.dtype, device=x.k.device),
+        dv=dv,
         dg=new(x.g.shape, dtype=x.g.dtype, device=x.g.device),
         dbeta=new(x.beta.shape, dtype=x.beta.dtype, device=x.beta.device),
         dS0=None if x.initial_state is None else empty(x.initial_state),
         dA_part=part(A_log),
         dbias_part=part(dt_bias),
+        dR=dv if tile == x.v.dtype else torch.empty(x.v.shape, dtype=tile, device=x.v.device),
     )
 
 
@@ -174,6 +182,7 @@ def compute(inputs: Inputs, do: Tensor, dS: Tensor | None, planner: Planner = pl
         None if cu is None else cu.contiguous(),
         *(inputs.initial_state, do, dS),
         *(found.dq, found.dk, found.dv, found.dg, found.dbeta, found.dS0, found.dA_part, found.dbias_part, found.dv),
+        found.dR,
     )
     planner(inputs.signature, None if dS is None else (dS.dtype, dS.stride()))(tensors)
     # The second stage of the sums over tokens; the first is each chunk's own.

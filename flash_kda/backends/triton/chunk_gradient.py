@@ -1,6 +1,7 @@
 """Gradients of every (chunk, value head, block of channels) in parallel, then of the normalisation of q and k.
 
-Notation of docs/derivation.md, section 5. Tokens are in the order of time here. ``g2`` and sums of it are in log2
+Notation of docs/derivation.md, section 5. Tokens are in the order of time here, and tiles of q, k and g are transposed,
+``[BC, C]``: a product then has as many rows as Hopper's matrix unit takes at least. ``g2`` and sums of it are in log2
 units; gradients are those of natural logarithms.
 """
 
@@ -10,6 +11,8 @@ import triton
 import triton.language as tl
 
 from flash_kda.backends.triton.common import (
+    ALL,
+    HARD,
     L2NORM_EPS,
     LOG,
     LOG2E,
@@ -36,20 +39,27 @@ def _locate(p_cu, slot, T, N, C: tl.constexpr, PACKED: tl.constexpr, SEARCH: tl.
 
 
 @triton.jit
-def _row_counts_token(bit, C: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """``[C, C]``, 1 where the decay of the row's token (the column's if TRANSPOSED) is part of the other's factor.
+def _row_counts_token(bit, C: tl.constexpr, TOKENS_FIRST: tl.constexpr):
+    """``[C, C]``, 1 where the decay of one token, the row if TOKENS_FIRST, is part of the factor of the other.
 
     The factors are those of the join of blocks of 2^bit tokens: a late row decays from the boundary to itself, an early
     row from itself to the boundary.
     """
     o = tl.arange(0, C)
-    if TRANSPOSED:
-        token, row = o[None, :], o[:, None]
-    else:
+    if TOKENS_FIRST:
         token, row = o[:, None], o[None, :]
+    else:
+        token, row = o[None, :], o[:, None]
     is_late = ((row >> bit) & 1) == 1
     counts = (is_late & (token <= row)) | ((is_late == 0) & (token > row))
     return tl.where(counts & ((token >> bit) == (row >> bit)), 1.0, 0.0)
+
+
+@triton.jit
+def _sum_over_time(x, counts):
+    """``x @ counts`` of float32 ``[BC, C]`` and ``[C, C]`` that holds -1, 0 and 1, to 2^-21 of each term."""
+    high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    return tl.dot(high, counts, tl.dot(x - high, counts, input_precision="tf32"), input_precision="tf32")
 
 
 @triton.jit
@@ -57,25 +67,93 @@ def _join_gradient(
     q, k, g2, dM, dP, dq, dk, dg,
     bit, C: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the pairs across the boundaries of one join give to the gradients of q, k and g ``[C, BC]``.
+    """Add what the pairs across the boundaries of one join give to the gradients of q, k and g ``[BC, C]``.
 
     Every factor is at most 1, and its log gradient is gradient x value: nothing is divided, and a decay of zero is no
     special case.
     """
     o = tl.arange(0, C)
     across = (o[:, None] > o[None, :]) & (((o[:, None] ^ o[None, :]) >> bit) == 1)
-    # The sums must be float32's, since exponents are absolute; 0 and 1 are exact in any format.
-    e = exp2(tl.dot(_row_counts_token(bit, C, True), g2, input_precision="tf32x3"))
+    e = exp2(_sum_over_time(g2, _row_counts_token(bit, C, True)))
     k_e = (k * e).to(TILE)
     q_e = (q * e).to(TILE)
     M = tl.where(across, dM, 0.0)
     P = tl.where(across, dP, 0.0)
     # Late rows of k meet early ones and the reverse, each row being one or the other.
-    dk_e = tl.dot((P + tl.trans(P)).to(TILE), k_e, input_precision=PRECISION)
-    dk_e = tl.dot(tl.trans(M).to(TILE), q_e, dk_e, input_precision=PRECISION) * e
-    dq_e = tl.dot(M.to(TILE), k_e, input_precision=PRECISION) * e
-    dg += tl.dot(_row_counts_token(bit, C, False), dk_e * k + dq_e * q, input_precision=PRECISION)
+    dk_e = tl.dot(k_e, (P + tl.trans(P)).to(TILE), input_precision=PRECISION)
+    dk_e = tl.dot(q_e, M.to(TILE), dk_e, input_precision=PRECISION) * e
+    dq_e = tl.dot(k_e, tl.trans(M).to(TILE), input_precision=PRECISION) * e
+    dg += _sum_over_time(dk_e * k + dq_e * q, _row_counts_token(bit, C, False))
     return dq + dq_e, dk + dk_e, dg
+
+
+@triton.jit
+def _joined_gradient(q, k, g2, dM, dP, C: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr):
+    """What the pairs of different tokens give to q, k and g ``[BC, C]``, for any gate: by the joins of ``prepare``."""
+    dq = tl.zeros_like(q)
+    dk = tl.zeros_like(q)
+    dg = tl.zeros_like(q)
+    # A loop at run time: unrolled, the decays of all joins would be in registers at once.
+    for bit in tl.range(0, tl.constexpr(C.bit_length() - 1), num_stages=1):
+        dq, dk, dg = _join_gradient(q, k, g2, dM, dP, dq, dk, dg, bit, C, TILE, PRECISION)
+    return dq, dk, dg
+
+
+@triton.jit
+def _to_unit(x):
+    """``x`` over the power of two that makes its largest magnitude at least 1 and less than 2; and that power."""
+    largest = tl.minimum(tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 2.0**-100), 2.0**126)
+    exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
+    return x * (0x7F000000 - exponent).to(tl.float32, bitcast=True), exponent.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _anchored_gradient(q, k, g2, dM, dP, C: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr):
+    """As _joined_gradient where neither half of the chunk decays by 2^-120: one anchor in the middle serves every pair.
+
+    A pair gives to the log decay of its row what it takes from that of its column. Both are made from the same rounded
+    operands, so that in sums over time they cancel but for float32's rounding.
+    """
+    o = tl.arange(0, C)
+    first, second = o[:, None], o[None, :]
+    late = tl.where((first <= second) & (first >= C // 2), 1.0, 0.0)
+    early = tl.where((first > second) & (first < C // 2), 1.0, 0.0)
+    # Rows get 2^8 of what columns have too much: gradients of rows, which columns multiply, need the room.
+    from_mid = _sum_over_time(g2, late - early) + 8.0
+    e_row = exp2(from_mid)
+    e_column = exp2(-from_mid)
+    q_row = (q * e_row).to(TILE)
+    k_row = (k * e_row).to(TILE)
+    k_column = (k * e_column).to(TILE)
+    M, M_unit = _to_unit(tl.where(first > second, dM, 0.0))
+    P, P_unit = _to_unit(tl.where(first > second, dP, 0.0))
+    M = M.to(TILE)
+    P = P.to(TILE)
+    dq_row = tl.dot(k_column, tl.trans(M), input_precision=PRECISION)
+    dq = dq_row * e_row * M_unit
+    dG = dq_row * q_row.to(tl.float32)
+    dk_column = tl.dot(q_row, M, input_precision=PRECISION)
+    dk = dk_column * e_column * M_unit
+    dG = (dG - dk_column * k_column.to(tl.float32)) * M_unit
+    dk_row = tl.dot(k_column, tl.trans(P), input_precision=PRECISION)
+    dk_column = tl.dot(k_row, P, input_precision=PRECISION)
+    dk += (dk_row * e_row + dk_column * e_column) * P_unit
+    dG += (dk_row * k_row.to(tl.float32) - dk_column * k_column.to(tl.float32)) * P_unit
+    return dq, dk, _sum_over_time(dG, tl.where(first >= second, 1.0, 0.0))
+
+
+@triton.jit
+def _load_rows(p_q, p_k, p_g, q_factor, k_factor, a, bias, lower_bound, m, m_t, GATE: tl.constexpr):
+    b_k = tl.load(p_k, mask=m, other=0.0).to(tl.float32) * k_factor[None, :]
+    b_q = tl.load(p_q, mask=m, other=0.0).to(tl.float32) * q_factor[None, :]
+    raw = tl.load(p_g, mask=m, other=0.0).to(tl.float32)
+    return b_q, b_k, log2_decay(raw, a, bias[:, None], lower_bound, m_t[None, :], GATE), raw
+
+
+@triton.jit
+def _through_norm(y, dy, r):
+    """Gradient of x from that of ``y = x r``, ``r = rsqrt(sum(x^2) + 1e-6)`` over the first dimension."""
+    return r[None, :] * (dy - y * tl.sum(y * dy, 0)[None, :])
 
 
 @triton.jit
@@ -97,22 +175,23 @@ def _gate_gradient(dg, g2, raw, a, bias, lower_bound, GATE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "GROUP", "lower_bound", "scale"])
 def chunk_gradient(
-    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_do, p_states, p_U, p_dstates, p_dR,
-    p_dq_part, p_dk_part, p_dg, p_dbeta, p_dA_part, p_dbias_part,
+    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_hard, p_do, p_states, p_U, p_dstates, p_dR,
+    p_dq, p_dk, p_dq_part, p_dk_part, p_dg, p_dbeta, p_dA_part, p_dbias_part,
     q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, o_b, o_t, o_h,
     T, N, HV, GROUP, scale, lower_bound,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     GATE: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, QK_L2NORM: tl.constexpr,
     BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr, PACKED: tl.constexpr, SEARCH: tl.constexpr,
     GRADIENT_BC: tl.constexpr, GRADIENT_BV: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
-    LEAST_BETA: tl.constexpr,
+    LEAST_BETA: tl.constexpr, CHUNKS: tl.constexpr, WHOLE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """One (chunk, value head, block of GRADIENT_BC channels).
 
     Args:
-        p_do: ``[B, T, HV, V]`` with the strides of o. p_states, p_U, p_dstates, p_dR: what the walks left.
-        p_dq_part, p_dk_part: ``[B, T, HV, K]`` float32, gradients of q and k as they enter the recurrence (normalised,
-            q scaled).
+        p_hard: chunks that one anchor does not serve; see ``prepare``. CHUNKS: ALL, EASY or HARD.
+        p_do, p_dR: ``[B, T, HV, V]`` with the strides of o. p_states, p_U, p_dstates, p_dR: what the walks left.
+        p_dq, p_dk: ``[B, T, H, K]``, written if WHOLE_ROWS: one program has all channels, and H is HV.
+        p_dq_part, p_dk_part: ``[B, T, HV, K]`` float32, otherwise: gradients of q and k after the normalisation.
         p_dg: ``[B, T, HV, K]``, of the raw gate. p_dbeta: ``[B, T, HV]``.
         p_dA_part, p_dbias_part: ``[slots, HV, BK]`` float32, each chunk's part of the gradients of A_log and dt_bias.
     """
@@ -120,6 +199,10 @@ def chunk_gradient(
     pid = tl.program_id(0)
     i_c = pid % (BK // BC)
     chunk = (pid // (BK // BC)).to(tl.int64)
+    if CHUNKS != ALL:
+        is_hard = tl.load(p_hard + chunk) != 0
+        if is_hard != (CHUNKS == HARD):
+            return
     i_s = chunk // HV
     i_h = (chunk % HV).to(tl.int32)
     o_c = i_c * BC + tl.arange(0, BC)
@@ -133,40 +216,28 @@ def chunk_gradient(
         return
 
     o_r = tl.arange(0, C)
+    row, column = o_r[:, None], o_r[None, :]
     m_t = first + o_r < length
     t = start + first + o_r
-    dQ_plus = tl.zeros((C, BC), tl.float32)
-    minus_dK_plus = tl.zeros((C, BC), tl.float32)
-    dK_end = tl.zeros((C, BC), tl.float32)
+    p_do += batch * o_b + i_h * o_h + t[:, None] * o_t
+    p_dR += batch * o_b + i_h * o_h + t[:, None] * o_t
+    p_U += chunk * (C * V) + o_r[:, None] * V
     dM = tl.zeros((C, C), tl.float32)
     minus_dP = tl.zeros((C, C), tl.float32)
-    S_dS = tl.zeros((BC,), tl.float32)
-    dR_U = tl.zeros((C,), tl.float32)
     for v in tl.range(0, V, GRADIENT_BV, num_stages=1):
-        o_v = v + tl.arange(0, GRADIENT_BV)
-        m_v = o_v < V
-        m = m_t[:, None] & m_v[None, :]
-        p_do_row = p_do + batch * o_b + t[:, None] * o_t + i_h * o_h + o_v[None, :]
-        b_do = tl.load(p_do_row, mask=m, other=0.0).to(TILE)
-        o_row = chunk * (C * V) + o_r[:, None] * V + o_v[None, :]
-        b_U = tl.load(p_U + o_row, mask=m, other=0.0)
-        b_dR = tl.load(p_dR + o_row, mask=m, other=0.0)
-        o_state = chunk * (V * BK) + o_v[:, None] * BK + o_c[None, :]
-        b_S = tl.load(p_states + o_state, mask=m_v[:, None], other=0.0)
-        b_dS = tl.load(p_dstates + o_state, mask=m_v[:, None], other=0.0)
-        dQ_plus = tl.dot(b_do, b_S, dQ_plus, input_precision=PRECISION)
-        minus_dK_plus = tl.dot(b_dR, b_S, minus_dK_plus, input_precision=PRECISION)
-        dK_end = tl.dot(b_U, b_dS, dK_end, input_precision=PRECISION)
-        dM = tl.dot(b_do, tl.trans(b_U), dM, input_precision=PRECISION)
-        minus_dP = tl.dot(b_dR, tl.trans(b_U), minus_dP, input_precision=PRECISION)
-        S_dS += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 0)
-        dR_U += tl.sum(b_dR.to(tl.float32) * b_U.to(tl.float32), 1)
+        o_v = v + tl.arange(0, GRADIENT_BV)[None, :]
+        m = m_t[:, None] & (o_v < V)
+        b_do = tl.load(p_do + o_v, mask=m, other=0.0).to(TILE)
+        b_dR = tl.load(p_dR + o_v, mask=m, other=0.0)
+        b_U = tl.trans(tl.load(p_U + o_v, mask=m, other=0.0))
+        dM = tl.dot(b_do, b_U, dM, input_precision=PRECISION)
+        minus_dP = tl.dot(b_dR, b_U, minus_dP, input_precision=PRECISION)
 
-    raw_beta = tl.load(p_beta + batch * beta_b + t * beta_t + i_h * beta_h, mask=m_t, other=0.0).to(tl.float32)
     if i_c == 0:
         # dR = beta W and U = beta (R - P U) row by row: the gradient of beta is W (R - P U).
+        raw_beta = tl.load(p_beta + batch * beta_b + t * beta_t + i_h * beta_h, mask=m_t, other=0.0).to(tl.float32)
         beta = at_least(activated_beta(raw_beta, BETA_IS_LOGIT, NEG_EIGVAL), LEAST_BETA)
-        dbeta = dR_U / beta / beta
+        dbeta = tl.sum(tl.where(row == column, minus_dP, 0.0), 1) / beta / beta
         if NEG_EIGVAL:
             dbeta *= 2.0
         if BETA_IS_LOGIT:
@@ -176,63 +247,98 @@ def chunk_gradient(
         tl.store(p_dbeta + i_beta, dbeta.to(p_dbeta.dtype.element_ty), mask=m_t)
 
     i_qk = i_h // GROUP
-    t = t[:, None]
+    t = t[None, :]
     p_q += batch * q_b + t * q_t + i_qk * q_h
     p_k += batch * k_b + t * k_t + i_qk * k_h
     p_g += batch * g_b + t * g_t + i_h * g_h
     rk = tl.full((C,), 1.0, tl.float32)
     rq = tl.full((C,), 1.0, tl.float32)
-    if QK_L2NORM:
-        k_squares = tl.zeros((C, BC), tl.float32)
-        q_squares = tl.zeros((C, BC), tl.float32)
+    if QK_L2NORM and BC < BK:
+        k_squares = tl.zeros((BC, C), tl.float32)
+        q_squares = tl.zeros((BC, C), tl.float32)
         for c in tl.range(0, BK, BC, num_stages=1):
-            o = c + tl.arange(0, BC)
-            m = m_t[:, None] & (o < K)[None, :]
-            b_k = tl.load(p_k + o[None, :], mask=m, other=0.0).to(tl.float32)
-            b_q = tl.load(p_q + o[None, :], mask=m, other=0.0).to(tl.float32)
+            o = (c + tl.arange(0, BC))[:, None]
+            m = (o < K) & m_t[None, :]
+            b_k = tl.load(p_k + o, mask=m, other=0.0).to(tl.float32)
+            b_q = tl.load(p_q + o, mask=m, other=0.0).to(tl.float32)
             k_squares += b_k * b_k
             q_squares += b_q * b_q
-        rk = tl.rsqrt(tl.sum(k_squares, 1) + L2NORM_EPS)
-        rq = tl.rsqrt(tl.sum(q_squares, 1) + L2NORM_EPS)
-    m = m_t[:, None] & m_c[None, :]
-    raw = tl.load(p_g + o_c[None, :], mask=m, other=0.0).to(tl.float32)
-    b_k = tl.load(p_k + o_c[None, :], mask=m, other=0.0).to(tl.float32) * rk[:, None]
-    b_q = tl.load(p_q + o_c[None, :], mask=m, other=0.0).to(tl.float32) * (rq * scale)[:, None]
+        rk = tl.rsqrt(tl.sum(k_squares, 0) + L2NORM_EPS)
+        rq = tl.rsqrt(tl.sum(q_squares, 0) + L2NORM_EPS)
+    m = m_c[:, None] & m_t[None, :]
     a = 1.0
     if HAS_A_LOG:
         a = tl.exp(tl.load(p_A_log + i_h))
     bias = tl.zeros((BC,), tl.float32)
     if HAS_DT_BIAS:
         bias = tl.load(p_dt_bias + i_h * K + o_c, mask=m_c, other=0.0)
-    g2 = log2_decay(raw, a, bias[None, :], lower_bound, m_t[:, None], GATE)
-
-    # The whole chunk is the last block: its rows count from its start, and to its end.
-    row, column = o_r[:, None], o_r[None, :]
-    e_row = exp2(tl.dot(tl.where(row >= column, 1.0, 0.0), g2, input_precision="tf32x3"))
-    e_end = exp2(tl.dot(tl.where(row < column, 1.0, 0.0), g2, input_precision="tf32x3"))
-    dq = dQ_plus * e_row
-    dk_row = -minus_dK_plus * e_row
-    dk_end = dK_end * e_end
-    dg = (S_dS * exp2(tl.sum(g2, 0)))[None, :]
-    dg += tl.dot(tl.where(row <= column, 1.0, 0.0), dk_row * b_k + dq * b_q, input_precision=PRECISION)
-    dg += tl.dot(tl.where(row > column, 1.0, 0.0), dk_end * b_k, input_precision=PRECISION)
+    p_q += o_c[:, None]
+    p_k += o_c[:, None]
+    p_g += o_c[:, None]
+    if QK_L2NORM and BC == BK:
+        b_k = tl.load(p_k, mask=m, other=0.0).to(tl.float32)
+        b_q = tl.load(p_q, mask=m, other=0.0).to(tl.float32)
+        rk = tl.rsqrt(tl.sum(b_k * b_k, 0) + L2NORM_EPS)
+        rq = tl.rsqrt(tl.sum(b_q * b_q, 0) + L2NORM_EPS)
+    b_q, b_k, g2, raw = _load_rows(p_q, p_k, p_g, rq * scale, rk, a, bias, lower_bound, m, m_t, GATE)
     # A token's own pair has no decay.
-    own = tl.sum(tl.where(row == column, dM, 0.0), 1)[:, None]
-    dq += own * b_k
-    dk = dk_row + dk_end + own * b_q
-    # A loop at run time: unrolled, the decays of all joins would be in registers at once.
-    for bit in tl.range(0, tl.constexpr(C.bit_length() - 1), num_stages=1):
-        dq, dk, dg = _join_gradient(b_q, b_k, g2, dM, -minus_dP, dq, dk, dg, bit, C, TILE, PRECISION)
+    own = tl.sum(tl.where(row == column, dM, 0.0), 0)[None, :]
+    if CHUNKS == HARD:
+        dq, dk, dg = _joined_gradient(b_q, b_k, g2, dM, -minus_dP, C, TILE, PRECISION)
+    else:
+        dq, dk, dg = _anchored_gradient(b_q, b_k, g2, dM, -minus_dP, C, TILE, PRECISION)
 
-    o_part = ((batch * T + t) * HV + i_h) * K + o_c[None, :]
-    tl.store(p_dq_part + o_part, dq, mask=m)
-    tl.store(p_dk_part + o_part, dk, mask=m)
-    draw, dA = _gate_gradient(dg, g2, raw, a, bias[None, :], lower_bound, GATE)
+    tl.debug_barrier()
+    # What the chunk has of the state before it and of the gradient of that after it.
+    dQ_plus = tl.zeros((BC, C), tl.float32)
+    minus_dK_plus = tl.zeros((BC, C), tl.float32)
+    dK_end = tl.zeros((BC, C), tl.float32)
+    S_dS = tl.zeros((BC,), tl.float32)
+    for v in tl.range(0, V, GRADIENT_BV, num_stages=1):
+        o_v = v + tl.arange(0, GRADIENT_BV)
+        m_v = o_v < V
+        m_row = m_t[:, None] & m_v[None, :]
+        o_state = chunk * (V * BK) + o_v[:, None] * BK + o_c[None, :]
+        b_S = tl.load(p_states + o_state, mask=m_v[:, None], other=0.0)
+        b_dS = tl.load(p_dstates + o_state, mask=m_v[:, None], other=0.0)
+        b_do = tl.load(p_do + o_v[None, :], mask=m_row, other=0.0).to(TILE)
+        b_dR = tl.load(p_dR + o_v[None, :], mask=m_row, other=0.0)
+        b_U = tl.load(p_U + o_v[None, :], mask=m_row, other=0.0)
+        S_dS += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 0)
+        dQ_plus = tl.dot(tl.trans(b_S), tl.trans(b_do), dQ_plus, input_precision=PRECISION)
+        minus_dK_plus = tl.dot(tl.trans(b_S), tl.trans(b_dR), minus_dK_plus, input_precision=PRECISION)
+        dK_end = tl.dot(tl.trans(b_dS), tl.trans(b_U), dK_end, input_precision=PRECISION)
+    tl.debug_barrier()
+    b_q, b_k, g2, raw = _load_rows(p_q, p_k, p_g, rq * scale, rk, a, bias, lower_bound, m, m_t, GATE)
+    e_row = exp2(_sum_over_time(g2, tl.where(row <= column, 1.0, 0.0)))
+    dQ_plus *= e_row
+    minus_dK_plus *= e_row
+    dK_end *= exp2(_sum_over_time(g2, tl.where(row > column, 1.0, 0.0)))
+    dq += dQ_plus + own * b_k
+    dk += dK_end - minus_dK_plus + own * b_q
+    # Rows count from the start of the chunk, and to its end.
+    dg += _sum_over_time(dQ_plus * b_q - minus_dK_plus * b_k, tl.where(row >= column, 1.0, 0.0))
+    dg += _sum_over_time(dK_end * b_k, tl.where(row < column, 1.0, 0.0))
+    dg += (S_dS * exp2(tl.sum(g2, 1)))[:, None]
+
+    dq *= scale
+    o_part = ((batch * T + t) * HV + i_h) * K + o_c[:, None]
+    if WHOLE_ROWS:
+        # All channels of the only value head of q and k are here: the rows' gradients are whole.
+        if QK_L2NORM:
+            dk = _through_norm(b_k, dk, rk)
+            dq = _through_norm(tl.load(p_q, mask=m, other=0.0).to(tl.float32) * rq[None, :], dq, rq)
+        tl.store(p_dq + o_part, dq.to(p_dq.dtype.element_ty), mask=m)
+        tl.store(p_dk + o_part, dk.to(p_dk.dtype.element_ty), mask=m)
+    else:
+        tl.store(p_dq_part + o_part, dq, mask=m)
+        tl.store(p_dk_part + o_part, dk, mask=m)
+    draw, dA = _gate_gradient(dg, g2, raw, a, bias[:, None], lower_bound, GATE)
     tl.store(p_dg + o_part, draw.to(p_dg.dtype.element_ty), mask=m)
     if HAS_A_LOG:
-        tl.store(p_dA_part + chunk * BK + o_c, tl.sum(tl.where(m, dA, 0.0), 0))
+        tl.store(p_dA_part + chunk * BK + o_c, tl.sum(tl.where(m, dA, 0.0), 1))
     if HAS_DT_BIAS:
-        tl.store(p_dbias_part + chunk * BK + o_c, tl.sum(tl.where(m, draw, 0.0), 0))
+        tl.store(p_dbias_part + chunk * BK + o_c, tl.sum(tl.where(m, draw, 0.0), 1))
 
 
 @triton.jit
@@ -245,11 +351,11 @@ def _normalisation_gradient(x, dy, QK_L2NORM: tl.constexpr):
     return dy
 
 
-@triton.jit(do_not_specialize=["B", "T", "N", "H", "GROUP", "scale"])
+@triton.jit(do_not_specialize=["B", "T", "N", "H", "GROUP"])
 def head_gradient(
     p_q, p_k, p_cu, p_dq_part, p_dk_part, p_dq, p_dk,
     q_b, q_t, q_h, k_b, k_t, k_h,
-    B, T, N, H, GROUP, scale,
+    B, T, N, H, GROUP,
     K: tl.constexpr, BK: tl.constexpr, QK_L2NORM: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of q and k ``[B, T, H, K]`` of one (block of ROWS tokens, head): the sum over its value heads in order.
@@ -276,7 +382,7 @@ def head_gradient(
         dk += tl.load(p_dk_part + o_part + i * K, mask=m, other=0.0)
     q = tl.load(p_q + (batch * q_b + t * q_t + i_h * q_h)[:, None] + o_k[None, :], mask=m, other=0.0).to(tl.float32)
     k = tl.load(p_k + (batch * k_b + t * k_t + i_h * k_h)[:, None] + o_k[None, :], mask=m, other=0.0).to(tl.float32)
-    dq = _normalisation_gradient(q, dq * scale, QK_L2NORM)
+    dq = _normalisation_gradient(q, dq, QK_L2NORM)
     dk = _normalisation_gradient(k, dk, QK_L2NORM)
     o_out = (row[:, None] * H + i_h) * K + o_k[None, :]
     tl.store(p_dq + o_out, dq.to(p_dq.dtype.element_ty), mask=m_row[:, None] & m_k)

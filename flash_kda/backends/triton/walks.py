@@ -33,43 +33,25 @@ def _load_square(p, first_row, C: tl.constexpr, SPLIT: tl.constexpr):
     return high, high
 
 
-@triton.jit(do_not_specialize=["T", "N", "HV"])
-def walk_states(
-    p_v, p_cu, p_tiles, p_squares, p_decay, p_S0, p_states, p_U,
-    v_b, v_t, v_h, S0_n, S0_h, S0_v, S0_k,
-    T, N, HV,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, SEGMENTS: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, HAS_S0: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
-    WALK_STAGES: tl.constexpr,
+@triton.jit
+def _walk_states(
+    p_v, p_tiles, p_squares, p_decay, p_S0, p_states, p_U, v_t, S0_v, S0_k, length, chunk, HV, o_v,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, SEGMENTS: tl.constexpr,
+    HAS_S0: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, WALK_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One (sequence, value head, V part), from the first chunk to the last.
-
-    Args:
-        p_states: ``[slots, HV, V, BK]`` in TILE, the state before each chunk, transposed.
-        p_U: ``[slots, HV, C, V]`` in TILE, what each token writes; tokens in the order of time.
-        The others: see ``prepare`` and ``recurrence``.
-    """
-    PARTS: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0)
-    i_v = pid % PARTS
-    i_h = (pid // PARTS) % HV
-    n = (pid // (PARTS * HV)).to(tl.int64)
-    batch, start, length, slot = _span(p_cu, n, T, C, PACKED)
+    """From the first chunk to the last: the state before each, and what each token writes."""
     o_r = tl.arange(0, C)
     o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
     m_v = o_v < V
     if HAS_S0:
-        p_first = p_S0 + n * S0_n + i_h * S0_h + o_v[:, None] * S0_v + o_k[None, :] * S0_k
+        p_first = p_S0 + o_v[:, None] * S0_v + o_k[None, :] * S0_k
         S = tl.load(p_first, mask=m_v[:, None] & (o_k < K)[None, :], other=0.0).to(tl.float32)
     else:
-        S = tl.zeros((BV, BK), tl.float32)
+        S = tl.zeros((o_v.shape[0], BK), tl.float32)
 
     o_time = token_of_row(C, SEGMENTS)
     SQUARE_SIZE: tl.constexpr = 2 * C * C * (2 if SPLIT else 1)
-    p_v += batch * v_b + start * v_t + i_h * v_h
     p_v_row = p_v + o_time.to(tl.int64)[:, None] * v_t + o_v[None, :]
-    chunk = slot * HV + i_h
     for first in tl.range(0, length, C, num_stages=WALK_STAGES):
         p_tile = p_tiles + chunk * (3 * C * BK) + o_r[:, None] * BK + o_k[None, :]
         b_v = tl.load(p_v_row, mask=(o_time < length - first)[:, None] & m_v[None, :], other=0.0)
@@ -95,49 +77,35 @@ def walk_states(
         chunk += HV
 
 
-@triton.jit(do_not_specialize=["T", "N", "HV"])
-def walk_gradient(
-    p_cu, p_tiles, p_squares, p_decay, p_do, p_dS, p_dstates, p_dR, p_dv, p_dS0,
-    o_b, o_t, o_h, S_n, S_h, S_v, S_k,
-    T, N, HV,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, SEGMENTS: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, HAS_DS: tl.constexpr, STORE_DS0: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+@triton.jit
+def _walk_gradient(
+    p_tiles, p_squares, p_decay, p_do, p_dS, p_dstates, p_dR, p_dv, p_dS0, o_t, S_v, S_k, length, chunk, HV, o_v,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, SEGMENTS: tl.constexpr,
+    HAS_DS: tl.constexpr, STORE_DS0: tl.constexpr, STORE_DR: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr, WALK_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One (sequence, value head, V part), from the last chunk to the first.
+    """From the last chunk to the first: the gradient D of the state after each, and of R.
 
-    ``dR = (T Diag(beta))^T (K_end D) + (Mqk T Diag(beta))^T dO``, D the gradient of the state after the chunk.
-
-    Args:
-        p_do, p_dv: ``[B, T, HV, V]`` with the strides of o; dv is dR in its own dtype.
-        p_dS, p_dS0: gradients of the final and of the initial states, with the strides of S.
-        p_dstates: ``[slots, HV, V, BK]`` in TILE, D transposed. p_dR: ``[slots, HV, C, V]`` in TILE, as U.
+    ``dR = (T Diag(beta))^T (K_end D) + (Mqk T Diag(beta))^T dO``.
     """
-    PARTS: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0)
-    i_v = pid % PARTS
-    i_h = (pid // PARTS) % HV
-    n = (pid // (PARTS * HV)).to(tl.int64)
-    batch, start, length, slot = _span(p_cu, n, T, C, PACKED)
     o_r = tl.arange(0, C)
     o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
     m_v = o_v < V
     m_S = m_v[:, None] & (o_k < K)[None, :]
-    o_S = n * S_n + i_h * S_h + o_v[:, None] * S_v + o_k[None, :] * S_k
+    o_S = o_v[:, None] * S_v + o_k[None, :] * S_k
     if HAS_DS:
         D = tl.load(p_dS + o_S, mask=m_S, other=0.0).to(tl.float32)
     else:
-        D = tl.zeros((BV, BK), tl.float32)
+        D = tl.zeros((o_v.shape[0], BK), tl.float32)
 
     o_time = token_of_row(C, SEGMENTS)
     SQUARE_SIZE: tl.constexpr = 2 * C * C * (2 if SPLIT else 1)
     count = (length + C - 1) // C
+    chunk += (count - 1).to(tl.int64) * HV
     for i in tl.range(0, count, num_stages=WALK_STAGES):
         first = (count - 1 - i) * C
-        chunk = (slot + (count - 1 - i)) * HV + i_h
         m = (o_time < length - first)[:, None] & m_v[None, :]
-        o_row = batch * o_b + (start + first + o_time)[:, None] * o_t + i_h * o_h + o_v[None, :]
+        o_row = (first + o_time).to(tl.int64)[:, None] * o_t + o_v[None, :]
         p_tile = p_tiles + chunk * (3 * C * BK) + o_r[:, None] * BK + o_k[None, :]
         p_square = p_squares + chunk * SQUARE_SIZE
         b_do = tl.trans(tl.load(p_do + o_row, mask=m, other=0.0)).to(TILE)
@@ -161,8 +129,56 @@ def walk_gradient(
         if SPLIT:
             D = tl.dot((dR - b_dR.to(tl.float32)).to(TILE), minus_K_plus, D)
         dR_rows = tl.trans(dR)
-        p_dR_row = p_dR + chunk * (C * V) + o_time[:, None] * V + o_v[None, :]
-        tl.store(p_dR_row, dR_rows.to(TILE), mask=m_v[None, :] & (o_time >= 0)[:, None])
         tl.store(p_dv + o_row, dR_rows.to(p_dv.dtype.element_ty), mask=m)
+        if STORE_DR:
+            tl.store(p_dR + o_row, dR_rows.to(TILE), mask=m)
+        chunk -= HV
     if STORE_DS0:
         tl.store(p_dS0 + o_S, D.to(p_dS0.dtype.element_ty), mask=m_S)
+
+
+@triton.jit(do_not_specialize=["T", "N", "HV"])
+def walks(
+    p_v, p_cu, p_tiles, p_squares, p_decay, p_S0, p_states, p_U, p_do, p_dS, p_dstates, p_dR, p_dv, p_dS0,
+    v_b, v_t, v_h, o_b, o_t, o_h, S0_n, S0_h, S0_v, S0_k, S_n, S_h, S_v, S_k,
+    T, N, HV,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, SEGMENTS: tl.constexpr, BV: tl.constexpr,
+    PACKED: tl.constexpr, HAS_S0: tl.constexpr, HAS_DS: tl.constexpr, STORE_DS0: tl.constexpr, STORE_DR: tl.constexpr,
+    TILE: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, WALK_STAGES: tl.constexpr,
+):  # fmt: skip
+    """One (sequence, value head, V part), by even programs the states and by odd ones their gradients.
+
+    Neither needs the other, and one alone leaves most of a GPU idle where heads are few.
+
+    Args:
+        p_states: ``[slots, HV, V, BK]`` in TILE, the state before each chunk, transposed.
+        p_U: ``[slots, HV, C, V]`` in TILE, what each token writes; tokens in the order of time.
+        p_do, p_dv: ``[B, T, HV, V]`` with the strides of o; dv is dR in its own dtype.
+        p_dS, p_dS0: gradients of the final and of the initial states, with the strides of S.
+        p_dstates: ``[slots, HV, V, BK]`` in TILE, D transposed.
+        p_dR: as dv in TILE, stored if STORE_DR: otherwise it is dv.
+        The others: see ``prepare`` and ``recurrence``.
+    """
+    PARTS: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0) // 2
+    i_v = pid % PARTS
+    i_h = (pid // PARTS) % HV
+    n = (pid // (PARTS * HV)).to(tl.int64)
+    batch, start, length, slot = _span(p_cu, n, T, C, PACKED)
+    o_v = i_v * BV + tl.arange(0, BV)
+    chunk = slot * HV + i_h
+    if tl.program_id(0) % 2 == 0:
+        p_v += batch * v_b + start * v_t + i_h * v_h
+        p_S0 += n * S0_n + i_h * S0_h
+        _walk_states(
+            p_v, p_tiles, p_squares, p_decay, p_S0, p_states, p_U, v_t, S0_v, S0_k, length, chunk, HV, o_v,
+            K, V, C, BK, SEGMENTS, HAS_S0, TILE, SPLIT, PRECISION, WALK_STAGES,
+        )  # fmt: skip
+    else:
+        o_row = batch * o_b + start * o_t + i_h * o_h
+        o_S = n * S_n + i_h * S_h
+        _walk_gradient(
+            p_tiles, p_squares, p_decay, p_do + o_row, p_dS + o_S, p_dstates, p_dR + o_row, p_dv + o_row, p_dS0 + o_S,
+            o_t, S_v, S_k, length, chunk, HV, o_v,
+            K, V, C, BK, SEGMENTS, HAS_DS, STORE_DS0, STORE_DR, TILE, SPLIT, PRECISION, WALK_STAGES,
+        )  # fmt: skip
