@@ -12,6 +12,7 @@ from flash_kda.compat.flashkda import fwd, get_workspace_size
 from flash_kda.decode import kda_decode
 from flash_kda.dispatch import BACKENDS, Explanation, explain, record_backends
 from flash_kda.prefill import kda_prefill
+from flash_kda.step import kda_decode_step
 from flash_kda.types import Checkpoints, Gate, LogGate, LowerBoundGate, Problem, SoftplusGate
 
 __version__ = "0.1.0"
@@ -31,6 +32,7 @@ __all__ = [
     "get_workspace_size",
     "kda",
     "kda_decode",
+    "kda_decode_step",
     "kda_prefill",
     "record_backends",
 ]

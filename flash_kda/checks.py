@@ -59,7 +59,8 @@ def _dense_last(name: str, x: Layout) -> None:
         )
 
 
-def _number(name: str, x: object) -> float:
+def check_number(name: str, x: object) -> float:
+    """Check that an argument is a number."""
     if isinstance(x, bool) or not isinstance(x, Real):
         raise TypeError(f"{name}: got {x!r}, expected a number")
     return float(x)
@@ -103,7 +104,7 @@ def _check_gate(signature: Signature, HV: int, K: int, device: torch.device) -> 
     gate, lower_bound = signature.gate, signature.lower_bound
     if not issubclass(gate, LowerBoundGate | SoftplusGate | LogGate):
         raise TypeError(f"gate: got {gate.__name__}, expected LowerBoundGate, SoftplusGate or LogGate")
-    if issubclass(gate, LowerBoundGate) and not LOWEST_BOUND <= _number("lower_bound", lower_bound) < 0:
+    if issubclass(gate, LowerBoundGate) and not LOWEST_BOUND <= check_number("lower_bound", lower_bound) < 0:
         raise ValueError(f"lower_bound: got {lower_bound}, expected a value in [{LOWEST_BOUND}, 0)")
     A_log, dt_bias = signature.layouts["A_log"], signature.layouts["dt_bias"]
     if A_log is not NoneType:
@@ -132,7 +133,7 @@ def _check_cu_seqlens(cu_seqlens: Layout, B: int, device: torch.device) -> None:
 
 
 def _check_options(signature: Signature) -> None:
-    if signature.scale is not None and not math.isfinite(_number("scale", signature.scale)):
+    if signature.scale is not None and not math.isfinite(check_number("scale", signature.scale)):
         raise ValueError(f"scale: got {signature.scale}, expected a finite number")
     for name in ("output_final_state", "qk_l2norm", "beta_is_logit", "allow_neg_eigval"):
         if not isinstance(flag := getattr(signature, name), bool):

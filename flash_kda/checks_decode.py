@@ -26,11 +26,18 @@ def check_tensor(name: str, x: object, allowed: tuple[torch.dtype, ...], q: Tens
         raise ValueError(f"{name}: got device {x.device}, expected {q.device}, where q is")
 
 
-def _check_dense_last(name: str, x: Tensor) -> None:
+def check_dense_last(name: str, x: Tensor) -> None:
+    """Check that what lies along the last dimension lies side by side."""
     if x.numel() and x.shape[-1] > 1 and x.stride(-1) != 1:
         raise ValueError(
             f"{name}: got last-dimension stride {x.stride(-1)}, expected 1; the other dimensions may be strided"
         )
+
+
+def check_not_shared(name: str, x: Tensor) -> None:
+    """Check that no two states of a tensor that is written have memory in common."""
+    if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
+        raise ValueError(f"{name}: got strides {x.stride()}, expected states that do not share memory")
 
 
 def check_states(name: str, x: Tensor, inputs: Inputs, first: str) -> None:
@@ -41,9 +48,8 @@ def check_states(name: str, x: Tensor, inputs: Inputs, first: str) -> None:
         raise ValueError(
             f"{name}: got shape {tuple(x.shape)}, expected {letters} with {expected} after the first dimension"
         )
-    _check_dense_last(name, x)
-    if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
-        raise ValueError(f"{name}: got strides {x.stride()}, expected states that do not share memory")
+    check_dense_last(name, x)
+    check_not_shared(name, x)
 
 
 def check_pool(pool: Tensor, inputs: Inputs) -> None:
@@ -115,7 +121,7 @@ def check_out(out: Tensor, inputs: Inputs) -> None:
     check_tensor("out", out, (v.dtype,), v)
     if out.shape != v.shape:
         raise ValueError(f"out: got shape {tuple(out.shape)}, expected [B, T, HV, V] = {tuple(v.shape)}")
-    _check_dense_last("out", out)
+    check_dense_last("out", out)
 
 
 def check_decode(

@@ -183,6 +183,7 @@ def typical_problems() -> dict[str, Problem]:
         "prefill, 6 packed sequences": Problem(T=8192, H=64, N=6, packed=True),
         "training, 32 heads": Problem(T=8192, H=32, grad=True),
         "decode, 128 rows": Problem(B=128, T=1, H=12, op="decode"),
+        "a layer's decode step, 128 rows": Problem(B=128, T=1, H=12, op="step"),
         "prefill into a pool": Problem(T=8192, H=64, N=6, packed=True, op="prefill", checkpoints=True),
         "float32 on the processor": Problem(T=1024, H=4, dtype=torch.float32, grad=True, device="cpu"),
     }
@@ -359,7 +360,7 @@ def add_bench(app: "typer.Typer") -> None:
         append: Annotated[bool, typer.Option("--append", help="Keep the file's other rows.")] = False,
         out: Annotated[Path | None, typer.Option(help="JSON file; benchmarks/results/decode-GPU.json if none.")] = None,
     ) -> None:
-        """Time decoding and verifying drafts on a GPU, beside FLA and the floor of moving the states."""
+        """Time decoding, verifying drafts and a layer's step on a GPU, beside FLA and the floor of moving states."""
         kinds = [name.value for name in gates or []]
         choice = {"cases": case or [], "gates": kinds, "backends": backend or [], "peers": peers, "quick": quick}
         _guarded(lambda: run_bench("decode", out, append, **choice))

@@ -12,7 +12,7 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from flash_kda.types import DecodeInputs, Decoder, Inputs, Prefiller, PrefillInputs, Problem
+from flash_kda.types import DecodeInputs, Decoder, Inputs, Prefiller, PrefillInputs, Problem, StepInputs, Stepper
 
 
 class Backend(Protocol):
@@ -43,6 +43,9 @@ class Backend(Protocol):
 
     def run_prefill(self, call: PrefillInputs) -> tuple[Tensor, Prefiller | None]:
         """As ``run_decode``, of a prefill call; ``problem.op`` was ``"prefill"``."""
+
+    def run_step(self, call: StepInputs) -> tuple[Tensor, Stepper | None]:
+        """As ``run_decode``, of a decode step, whose two pools are updated; ``problem.op`` was ``"step"``."""
 
 
 # In the order of preference. The reference is exact and slow: it runs only when asked for by name.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 StateLayout: TypeAlias = Literal["vk", "kv"]
 GateKind: TypeAlias = Literal["lower_bound", "softplus", "log"]
-Op: TypeAlias = Literal["forward", "decode", "prefill"]
+Op: TypeAlias = Literal["forward", "decode", "prefill", "step"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +85,7 @@ class Problem:
         copyable: whether hardware can copy blocks of q, k, v and g: one dtype, heads side by side, tokens evenly spaced
             by multiples of 16 bytes.
         op: ``"forward"`` for :func:`flash_kda.kda`, ``"decode"`` for :func:`flash_kda.kda_decode`, ``"prefill"`` for
-            :func:`flash_kda.kda_prefill`.
+            :func:`flash_kda.kda_prefill`, ``"step"`` for :func:`flash_kda.kda_decode_step`.
         checkpoints: whether states inside of sequences are kept (``"prefill"`` alone).
     """
 
@@ -349,6 +349,49 @@ class DecodeInputs:
 
 
 @dataclass(frozen=True, eq=False)
+class StepInputs:
+    """The checked arguments of one :func:`flash_kda.kda_decode_step` call.
+
+    Attributes:
+        decode: the decode call inside, but with q, k and v from before the convolutions and the output from after the
+            norm.
+        z: ``[N, 1, HV, V]``, the raw output gate.
+        conv_pool: ``[slots, W - 1, D]``, changed in place; D counts the channels of q, k and v.
+        conv_weights, conv_biases: of q, k and v, ``[channels, W]`` and ``[channels]``.
+        norm_weight: ``[V]``.
+    """
+
+    decode: DecodeInputs
+    z: Tensor
+    conv_pool: Tensor
+    conv_weights: tuple[Tensor, Tensor, Tensor]
+    conv_biases: tuple[Tensor, Tensor, Tensor] | None
+    norm_weight: Tensor
+    norm_eps: float
+
+    @property
+    def width(self) -> int:
+        """W, how many tokens a filter sees."""
+        return self.conv_weights[0].shape[1]
+
+    @cached_property
+    def problem(self) -> Problem:
+        """What a backend needs to know of this call."""
+        p = self.decode.problem
+        others = (self.z, self.conv_pool, *self.conv_weights, *(self.conv_biases or ()), self.norm_weight)
+        taped = torch.is_grad_enabled() and any(x.requires_grad for x in others)
+        return replace(p, op="step", grad=p.grad or taped)
+
+    @property
+    def tensors(self) -> StepTensors:
+        """The call's tensors but for the gate's."""
+        x, d = self.decode.inputs, self.decode
+        rows = (x.q, x.k, x.v, x.g, x.beta, self.z, d.pool, self.conv_pool, d.indices, d.has_initial_state)
+        biases: tuple[Maybe, Maybe, Maybe] = self.conv_biases or (None, None, None)
+        return (*rows, *self.conv_weights, *biases, self.norm_weight, d.out)
+
+
+@dataclass(frozen=True, eq=False)
 class Checkpoints:
     """Which states inside of sequences :func:`flash_kda.kda_prefill` keeps, and where they go.
 
@@ -437,3 +480,11 @@ PrefillTensors: TypeAlias = tuple[
 ]
 # As Decoder, of a prefill call.
 Prefiller: TypeAlias = Callable[[PrefillTensors, Maybe, Maybe], Tensor]
+# q, k, v, g, beta, z, pool, conv_pool, indices, has_initial_state, the convolutions' weights and biases, norm_weight
+# and out of a decode step.
+StepTensors: TypeAlias = tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Maybe, Maybe,
+    Tensor, Tensor, Tensor, Maybe, Maybe, Maybe, Tensor, Maybe,
+]  # fmt: skip
+# As Decoder, of a decode step.
+Stepper: TypeAlias = Callable[[StepTensors, Maybe, Maybe], Tensor]

@@ -58,6 +58,7 @@ def test_names_say_what_a_case_is() -> None:
         assert int(heads[1]) == case.heads
         if case.op == "decode":
             assert case.name.startswith(f"b{len(case.lengths)}-")
+            assert case.step == ("-step-" in case.name)
             drafted = re.search(r"-t(\d+)-", case.name)
             assert case.batch == (len(case.lengths), int(drafted[1]) if drafted else 1)
         elif case.name.startswith("mixed6-8192-"):
@@ -90,6 +91,7 @@ def test_the_floor_counts_every_byte_once() -> None:
     assert SMALL.floor_bytes == sum(x.numel() * x.element_size() for x in once)
     assert shapes.cases("decode")["b32-h12"].floor_bytes == 32 * 12 * 65536 * 2
     assert shapes.cases("decode")["b32-t4-h12"].floor_bytes == 32 * 12 * 65536 * 5
+    assert shapes.cases("decode")["b32-step-h12"].floor_bytes == 32 * 12 * (65536 + 3 * 3 * 128 * 2) * 2
     assert harness.floor_ms(4300, 4.3e6) == pytest.approx(1.0)
 
 

@@ -306,7 +306,7 @@ def test_the_code_of_the_serving_guide_runs() -> None:
     """In its order, and it does what its comments say."""
     text = (Path(__file__).parents[1] / "docs" / "serving.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     names: dict[str, Any] = {}
     exec(blocks[0], names)
     assert names["pool"].flatten(1).any(1).nonzero().flatten().tolist() == [2, 5]
@@ -315,11 +315,15 @@ def test_the_code_of_the_serving_guide_runs() -> None:
     exec(blocks[1], names)
     assert names["pool"].flatten(1).any(1).all()
     assert not names["o"][1].count_nonzero()
-    kept = bits(names["pool"]).clone()
     exec(blocks[2], names)
+    assert names["o"].shape == (3, 1, 4, 64)
+    assert [bool(row.any()) for row in names["o"]] == [True, False, True]
+    assert names["conv_pool"].flatten(1).any(1).nonzero().flatten().tolist() == [1, 5]
+    kept = bits(names["pool"]).clone()
+    exec(blocks[3], names)
     assert torch.equal(bits(names["pool"]), kept)
     before = names["pool"].clone()
-    exec(blocks[3], names)
+    exec(blocks[4], names)
     after = names["pool"]
     assert (after != before).flatten(1).any(1).nonzero().flatten().tolist() == [1, 3, 4, 6]
     assert names["o"][0, :131].flatten(1).any(1).all()

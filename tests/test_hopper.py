@@ -56,6 +56,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"T": 2**20, "H": 1024}, "32 bits"),
         ({"grad": True}, "gradients"),
         ({"op": "decode"}, "decoding"),
+        ({"op": "step"}, "decoding"),
         ({"device": "cpu"}, "CUDA"),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import Target, targets
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -339,36 +340,120 @@ def test_language_model_in_pieces_and_packed(tied: bool) -> None:
         assert p.grad.abs().max() > 0, name
 
 
-def test_single_tokens_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a copy of the state, with the results of ``kda``; not where gradients, drafts or packed rows are asked for."""
-    decoded = []
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_single_tokens_are_decoded(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In copies of the states, with the results of ``kda``; not where gradients, drafts or packed rows are wanted."""
+    decoded: list[tuple[str, Tensor]] = []
 
-    def kda_decode(*args: Any, **kwargs: Any) -> Tensor:
-        decoded.append(kwargs["pool"])
-        return flash_kda.kda_decode(*args, **kwargs)
+    def watch(name: str) -> None:
+        def watched(*args: Any, **kwargs: Any) -> Tensor:
+            decoded.append((name, kwargs["pool"]))
+            return getattr(flash_kda, name)(*args, **kwargs)
 
-    monkeypatch.setattr(attention, "kda_decode", kda_decode)
-    for variant in VARIANTS:
-        m, x = layer(variant), inputs(4)
+        monkeypatch.setattr(attention, name, watched)
+
+    watch("kda_decode")
+    watch("kda_decode_step")
+    m, x = layer(variant), inputs(4)
+    with torch.no_grad():
         _, cache = m(x[:, :3], return_cache=True)
+    assert cache is not None
+    before = copy.deepcopy(cache)
+    expected, after = m(x[:, 3:], cache, return_cache=True)
+    assert not decoded
+    with torch.no_grad():
+        got, state = m(x[:, 3:], cache, return_cache=True)
+        m(x[:, 3:], cache)
+        m(x[:, 2:], cache, return_cache=True)
+        m(x[:1, :2], cache, return_cache=True, cu_seqlens=torch.tensor([0, 1, 2]))
+        with pytest.raises(ValueError, match="got"):
+            m(x[:1, 3:], cache, return_cache=True)
+    assert after is not None
+    assert state is not None
+    ((name, pool),) = decoded
+    assert name == ("kda_decode_step" if m.use_short_conv else "kda_decode")
+    assert pool is state.state
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    assert_caches_close(state, after, rtol=1e-12, atol=1e-12)
+    assert_caches_close(cache, before, rtol=0.0, atol=0.0)
+    assert state.nbytes == after.nbytes
+
+
+def assert_caches_close(got: LayerCache, expected: LayerCache, **tolerances: float) -> None:
+    for name in ("state", "q_conv", "k_conv", "v_conv"):
+        torch.testing.assert_close(getattr(got, name), getattr(expected, name), **tolerances)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "plain"])
+@pytest.mark.parametrize("target", targets())
+@torch.no_grad()
+def test_the_step_is_the_parts(target: Target, variant: str, dtype: torch.dtype) -> None:
+    """In one call or part by part, as a hook has it: the same tokens, one after the other, and the same caches."""
+    if target.device == "cuda" and dtype == torch.float64:
+        pytest.skip("the GPU kernels compute in float32")
+    if target.backend == "hopper":
+        pytest.skip("has no kernel for decoding")
+    torch.manual_seed(3)
+    sizes = {"head_dim": 16} | VARIANTS[variant] | ({"expand_v": 1.0} if variant == "grouped" else {})
+    m = KimiDeltaAttention(HIDDEN, num_heads=H, **sizes, backend=target.backend)
+    for p in m.parameters():
+        p.add_(0.2 * torch.randn(p.shape))
+    m = m.to(dtype).to(target.device)
+    x = inputs(12, B=3, dtype=dtype).to(target.device)
+    seen: list[int] = []
+
+    def decode(m: KimiDeltaAttention, x: Tensor) -> tuple[Tensor, LayerCache]:
+        _, cache = m(x[:, :4], return_cache=True)
+        outputs = []
+        for t in range(4, 12):
+            y, cache = m(x[:, t : t + 1], cache, return_cache=True)
+            outputs.append(y)
         assert cache is not None
-        before = cache.state.clone()
-        expected, after = m(x[:, 3:], cache, return_cache=True)
-        assert not decoded
-        with torch.no_grad():
-            got, state = m(x[:, 3:], cache, return_cache=True)
-            m(x[:, 3:], cache)
-            m(x[:, 2:], cache, return_cache=True)
-            m(x[:1, :2], cache, return_cache=True, cu_seqlens=torch.tensor([0, 1, 2]))
-            with pytest.raises(ValueError, match="got"):
-                m(x[:1, 3:], cache, return_cache=True)
-        assert after is not None
-        assert state is not None
-        assert len(decoded) == 1
-        assert decoded.pop() is state.state
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(state.state, after.state, rtol=1e-12, atol=1e-12)
-        assert torch.equal(cache.state, before)
+        return torch.cat(outputs, 1), cache
+
+    with flash_kda.record_backends() as ran:
+        got, cache = decode(m, x)
+    assert set(ran) == {target.backend}
+    hook = m.o_norm.register_forward_hook(lambda *_: seen.append(1))
+    want, parts = decode(m, x)
+    hook.remove()
+    # Prefill has one, too.
+    assert len(seen) == 1 + 8
+    if dtype == torch.bfloat16:
+        # The parts round what they hand on: their error is the larger one.
+        exact = copy.deepcopy(m).cpu().double()
+        exact.delta_rule.backend = "reference"
+        right, _ = decode(exact, x.cpu().double())
+        errors = [float((y.cpu().double() - right).square().mean().sqrt()) for y in (got, want)]
+        assert errors[0] <= 1.1 * errors[1], errors
+        return
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-5
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    assert_caches_close(cache, parts, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("part", ["q_conv1d", "delta_rule", "o_norm"])
+@torch.no_grad()
+def test_a_part_that_is_watched_or_replaced_runs(part: str) -> None:
+    m, x = layer("bounded"), inputs(4)
+    _, cache = m(x[:, :3], return_cache=True)
+    expected, _ = m(x[:, 3:], cache, return_cache=True)
+    calls = []
+
+    class Other(type(getattr(m, part))):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append("replaced")
+            return super().forward(*args, **kwargs)
+
+    before = getattr(m, part).register_forward_pre_hook(lambda *_: calls.append("before"))
+    got, _ = m(x[:, 3:], cache, return_cache=True)
+    before.remove()
+    getattr(m, part).__class__ = Other
+    again, _ = m(x[:, 3:], cache, return_cache=True)
+    assert calls == ["before", "replaced"]
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(again, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_generation_takes_the_decode_path() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_kda.backends.stepwise import decode_stepwise, no_gradient, prefill_in_pieces
+from flash_kda.backends.stepwise import decode_stepwise, no_gradient, prefill_in_pieces, step_in_parts
 from flash_kda.backends.taped import gradients_by_tape
 from flash_kda.reference import kda_recurrent
-from flash_kda.types import DecodeInputs, Inputs, PrefillInputs, Problem
+from flash_kda.types import DecodeInputs, Inputs, PrefillInputs, Problem, StepInputs
 
 
 def supports(problem: Problem) -> str | None:
@@ -34,6 +34,11 @@ def run_decode(call: DecodeInputs) -> tuple[Tensor, None]:
 def run_prefill(call: PrefillInputs) -> tuple[Tensor, None]:
     """Sequences in pieces from checkpoint to checkpoint; states are float64 inside and rounded when they are stored."""
     return prefill_in_pieces(call, run, torch.float64), None
+
+
+def run_step(call: StepInputs) -> tuple[Tensor, None]:
+    """Part by part in float64; what the pools keep is rounded when it is stored, the output once, at the end."""
+    return step_in_parts(call, run, torch.float64), None
 
 
 def deliver(

@@ -6,21 +6,24 @@ Decoding goes one token of every row at a time, prefill from checkpoint to check
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from flash_kda.reference.gate import sigmoid
+from flash_kda.reference.layer import convolution, rms_norm
 from flash_kda.reference.recurrent import spans
-from flash_kda.types import DecodeInputs, Inputs, PrefillInputs, Problem
+from flash_kda.types import DecodeInputs, Inputs, PrefillInputs, Problem, StepInputs
 
 ROWS = ("q", "k", "v", "g", "beta")
+CONVOLVED = ("q", "k", "v")
 
 
 def no_gradient(problem: Problem) -> str | None:
     """The reason against a call with a pool that wants a gradient, or None."""
     if problem.op != "forward" and problem.grad:
-        what = "decoding" if problem.op == "decode" else "prefill into a pool"
+        what = "prefill into a pool" if problem.op == "prefill" else "decoding"
         return f"{what} computes no gradients; call it under torch.no_grad() or torch.inference_mode()"
     return None
 
@@ -100,6 +103,41 @@ def decode_stepwise(
             if call.write_states:
                 kept = [(i, rows[i].targets[t]) for i in active if t in rows[i].targets]
                 pool[[slot for _, slot in kept]] = S[[i for i, _ in kept]].to(pool.dtype)
+    return out
+
+
+def step_in_parts(
+    call: StepInputs, run: Callable[[Inputs], tuple[Tensor, Tensor | None]], dtype: torch.dtype
+) -> Tensor:
+    """The output ``[N, 1, HV, V]`` of a decode step: convolutions, decoding, norm; both pools are updated.
+
+    Args:
+        run: computes a forward call of one token.
+        dtype: of everything between the arguments and the output.
+    """
+    decode, inputs, pool = call.decode, call.decode.inputs, call.conv_pool
+    rows = live_rows(decode)
+    batch, slots = [row.batch for row in rows], [row.slot for row in rows]
+    with torch.no_grad():
+        before = pool[slots].to(dtype)
+        before[[i for i, row in enumerate(rows) if row.fresh]] = 0.0
+        given = [getattr(inputs, name)[batch].flatten(2).to(dtype) for name in CONVOLVED]
+        window = torch.cat([before, torch.cat(given, -1)], 1)
+        parts = window.split([x.shape[-1] for x in given], -1)
+        mixed = {}
+        for name, part, weight, bias in zip(
+            CONVOLVED, parts, call.conv_weights, call.conv_biases or (None, None, None), strict=True
+        ):
+            y = convolution(part.unbind(1), weight, bias)
+            x = getattr(inputs, name)
+            mixed[name] = x.new_zeros(x.shape, dtype=dtype)
+            mixed[name][batch, 0] = (y * sigmoid(y)).unflatten(-1, x.shape[2:])
+        o = decode_stepwise(replace(decode, inputs=inputs.replace(**mixed), out=None), run, dtype)[batch]
+        o = rms_norm(o, call.norm_weight.to(dtype), call.norm_eps) * sigmoid(call.z[batch].to(dtype))
+        v = inputs.v
+        out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if decode.out is None else decode.out
+        out.zero_()[batch] = o.to(out.dtype)
+        pool[slots] = window[:, 1:].to(pool.dtype)
     return out
 
 

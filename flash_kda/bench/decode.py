@@ -1,14 +1,15 @@
-"""The decode benchmark: one token of many rows, or drafts to verify; agreement first, then time."""
+"""The decode benchmark: tokens of many rows, drafts to verify, steps of a layer; agreement first, then time."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import flash_kda
 from flash_kda.bench import harness, peers, shapes
@@ -16,7 +17,9 @@ from flash_kda.bench.exact import exact
 from flash_kda.bench.measuring import measure_all, refuse, row_of, run_watched
 from flash_kda.bench.prefill import JUDGED_HEADS, SETS, SETS_BYTES, ratio
 from flash_kda.bench.report import Keep, Row
-from flash_kda.types import GateKind, LowerBoundGate, Problem
+from flash_kda.reference import sigmoid
+from flash_kda.reference.layer import convolution, rms_norm
+from flash_kda.types import GateKind, LowerBoundGate, Op, Problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +41,64 @@ class DecodeCall:
         """``[N]``: the slots of the states after the last token."""
         return (self.indices if self.accepted is None else self.indices[:, -1]).long()
 
+    def exact(self) -> tuple[Tensor, Tensor]:
+        """Output and states after the last tokens in float64, of the judged heads."""
+        return exact(self.call.first_heads(JUDGED_HEADS).inputs())
+
+
+NORM_EPS = 1e-5
+
+
+@dataclass(frozen=True, eq=False)
+class StepCall(DecodeCall):
+    """Arguments of one decode step: in ``call`` q, k and v are those before the convolutions.
+
+    Attributes:
+        z: ``[N, 1, H, D]`` bf16. conv_pool: ``[slots, 3, 3 H D]`` bf16; an implementation works on a copy.
+        conv_weights: fp32 of q, k and v, ``[H D, 4]``. norm_weight: ``[D]`` fp32.
+    """
+
+    z: Tensor
+    conv_pool: Tensor
+    conv_weights: tuple[Tensor, ...]
+    norm_weight: Tensor
+
+    def window(self, conv_pool: Tensor) -> Tensor:
+        """``[N, 4, 3 H D]``: the last inputs before the tokens, and these."""
+        rows = [x.flatten(2) for x in (self.call.q, self.call.k, self.call.v)]
+        return torch.cat([conv_pool[self.last], torch.cat(rows, -1)], 1)
+
+    def mixed(self, window: Tensor) -> list[Tensor]:
+        """q, k and v after convolution and SiLU, in the window's dtype."""
+        parts = zip(window.chunk(3, -1), self.conv_weights, strict=True)
+        return [F.silu(convolution(part.unbind(1), w, None)).view(self.call.q.shape) for part, w in parts]
+
+    def exact(self) -> tuple[Tensor, Tensor]:
+        """Output and states in float64, of the judged heads."""
+        q, k, v = self.mixed(self.window(self.conv_pool).double())
+        o, states = exact(replace(self.call, q=q, k=k, v=v).first_heads(JUDGED_HEADS).inputs())
+        z = self.z[:, :, :JUDGED_HEADS].double()
+        return rms_norm(o, self.norm_weight.double(), NORM_EPS) * sigmoid(z), states
+
+
+def as_step(call: DecodeCall) -> StepCall:
+    """The call as one of a step, which it must be."""
+    if not isinstance(call, StepCall):
+        raise TypeError(f"call: got {type(call).__name__}, expected a StepCall")
+    return call
+
+
+def make_step(case: shapes.Case, plain: DecodeCall, rng: torch.Generator) -> StepCall:
+    """What a step takes besides the arguments of a decode call."""
+
+    def N(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=rng, device=rng.device)
+
+    weights = tuple(0.5 * N(channels, shapes.WIDTH) for channels in case.channels)
+    conv_pool = N(plain.pool.shape[0], shapes.WIDTH - 1, sum(case.channels)).bfloat16()
+    z, norm_weight = N(*plain.call.v.shape).bfloat16(), 1 + 0.1 * N(case.head_dim)
+    return StepCall(plain.call, plain.pool, plain.indices, None, z, conv_pool, weights, norm_weight)
+
 
 def make(case: shapes.Case, gates: shapes.Gates, device: torch.device | str, index: int = 0) -> DecodeCall:
     """The inputs of a decode case: rows in random slots, drafts with random accepted counts. Slot 0 is nobody's."""
@@ -49,7 +110,8 @@ def make(case: shapes.Case, gates: shapes.Gates, device: torch.device | str, ind
     table = slots.int().view(N, T)
     if T == 1:
         pool[table[:, 0].long()] = call.initial_state
-        return DecodeCall(call, pool, table[:, 0], None)
+        plain = DecodeCall(call, pool, table[:, 0], None)
+        return make_step(case, plain, rng) if case.step else plain
     accepted = torch.randint(1, T + 1, (N,), generator=rng, device=rng.device, dtype=torch.int32)
     pool[table.gather(1, accepted[:, None].long() - 1)[:, 0].long()] = call.initial_state
     return DecodeCall(call, pool, table, accepted)
@@ -105,6 +167,58 @@ class Ours:
 
     def states(self, states: Tensor, call: DecodeCall) -> Tensor:
         return states[call.last]
+
+
+@dataclass(frozen=True)
+class OurStep(Ours):
+    """:func:`flash_kda.kda_decode_step` on a backend."""
+
+    work: str = f"convolutions, {peers.ALL_INSIDE}, norm and output gate"
+
+    def prepare(self, call: DecodeCall) -> Callable[[], tuple[Tensor, Tensor]]:
+        call = as_step(call)
+        x, pool = call.call, call.pool.clone()
+        conv_pool = call.conv_pool.clone()
+
+        def run() -> tuple[Tensor, Tensor]:
+            o = flash_kda.kda_decode_step(
+                *(x.q, x.k, x.v, x.g, x.beta, call.z),
+                gate=x.gate,
+                pool=pool,
+                conv_pool=conv_pool,
+                conv_weights=call.conv_weights,
+                norm_weight=call.norm_weight,
+                norm_eps=NORM_EPS,
+                indices=call.indices,
+                backend=self.backend,
+            )
+            return o, pool
+
+        return run
+
+
+@dataclass(frozen=True)
+class OurParts(Ours):
+    """The same by :func:`flash_kda.kda_decode` between operations of torch."""
+
+    work: str = f"{OurStep.work}, in parts"
+    note: str = "kda_decode, and what is around it by operations of torch that gather and scatter the last inputs"
+
+    def prepare(self, call: DecodeCall) -> Callable[[], tuple[Tensor, Tensor]]:
+        call = as_step(call)
+        x, pool = call.call, call.pool.clone()
+        conv_pool, last = call.conv_pool.clone(), call.last
+
+        def run() -> tuple[Tensor, Tensor]:
+            window = call.window(conv_pool)
+            conv_pool[last] = window[:, 1:]
+            q, k, v = (y.to(x.q.dtype) for y in call.mixed(window.float()))
+            options = {"pool": pool, "indices": call.indices, "backend": self.backend}
+            o = flash_kda.kda_decode(q, k, v, x.g, x.beta, gate=x.gate, **options)  # type: ignore[arg-type]
+            y = rms_norm(o.float(), call.norm_weight, NORM_EPS) * torch.sigmoid(call.z.float())
+            return y.to(o.dtype), pool
+
+        return run
 
 
 @dataclass(frozen=True)
@@ -205,7 +319,8 @@ def inputs(case: shapes.Case, gates: shapes.Gates) -> list[DecodeCall]:
 def refuse_undecodable(options: Options, device: str) -> None:
     """Refuse what this library cannot run; see :func:`measuring.refuse`."""
     kinds: list[GateKind] = ["softplus" if gates == "softplus" else "lower_bound" for gates in options.gates]
-    refuse(options.backends, [Problem(T=1, gate=kind, device=device, op="decode") for kind in kinds])
+    ops: list[Op] = ["decode", "step"]
+    refuse(options.backends, [Problem(T=1, gate=kind, device=device, op=op) for kind in kinds for op in ops])
 
 
 @torch.no_grad()
@@ -219,6 +334,7 @@ def run(options: Options, say: Callable[[str], None], keep: Keep) -> list[Row]:
     chosen = [shapes.cases("decode")[name] for name in options.cases]
     refuse_undecodable(options, "cuda")
     found: list[Implementation] = [Ours(backend) for backend in options.backends]
+    steps: list[Implementation] = [way(backend) for backend in options.backends for way in (OurStep, OurParts)]
     if options.peers:
         if (why := Fla().available()) is None:
             found.append(Fla())
@@ -227,9 +343,9 @@ def run(options: Options, say: Callable[[str], None], keep: Keep) -> list[Row]:
     return measure_all(
         chosen,
         options.gates,
-        found,
+        lambda case: steps if case.step else found,
         inputs,
-        lambda call: exact(call.call.first_heads(JUDGED_HEADS).inputs()),
+        lambda call: call.exact(),
         lambda case, gates, way, calls, right, flush: measure_row(way, calls, right, flush, options.repeats),
         lambda row, ms: f"{1e3 * ms:.1f} us, {ms / row['floor_ms']:.2f} x floor, {row['host_us']:.0f} us of host time",
         say,

@@ -80,7 +80,7 @@ def refuse(backends: Sequence[str], problems: Iterable[Problem]) -> None:
 def measure_all(
     cases: Sequence[shapes.Case],
     gates: Sequence[shapes.Gates],
-    implementations: Sequence[Measured],
+    implementations: Callable[[shapes.Case], Sequence[Measured]],
     inputs: Callable[[shapes.Case, shapes.Gates], list[Inputs]],
     exact: Callable[[Inputs], tuple[Tensor, Tensor]],
     measure: Callable[[shapes.Case, shapes.Gates, Measured, list[Inputs], tuple[Tensor, Tensor], Tensor], Row | str],
@@ -91,6 +91,7 @@ def measure_all(
     """Rows of every case, kind of gates and implementation, on the current CUDA device.
 
     Args:
+        implementations: those that are to compute a case.
         inputs: sets of inputs, in turn. exact: the right answer for a set.
         measure: the row of an implementation, from its case, gates, inputs, the right answer of the first and a buffer
             that clears the L2; or why there is none.
@@ -108,7 +109,7 @@ def measure_all(
         for kind in gates:
             calls = inputs(case, kind)
             right = exact(calls[0])
-            for implementation in implementations:
+            for implementation in implementations(case):
                 label = f"{case.name}, {kind}, {implementation.impl} {implementation.backend}"
                 try:
                     row = measure(case, kind, implementation, calls, right, flush)

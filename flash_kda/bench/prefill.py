@@ -98,10 +98,11 @@ def run(options: Options, say: Callable[[str], None], keep: Keep) -> list[Row]:
             row |= zip(("first_call_s", "first_call_cached_s"), first_call(case, gates, implementation), strict=True)
         return row
 
+    found = implementations(options, say)
     return measure_all(
         [shapes.cases("prefill")[name] for name in options.cases],
         options.gates,
-        implementations(options, say),
+        lambda case: found,
         inputs,
         lambda call: exact(call.first_heads(JUDGED_HEADS).inputs()),
         measure,

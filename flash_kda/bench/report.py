@@ -120,7 +120,9 @@ def _scientific(x: float | None, digits: int = 1) -> str:
 
 def label(row: Row) -> str:
     """The name of a row's implementation in tables and pictures."""
-    return f"{row['impl']} {row['backend']}{', gates given' if 'given' in str(row.get('work', '')) else ''}"
+    work = str(row.get("work", ""))
+    how = {"given": ", gates given", "in parts": ", in parts"}
+    return f"{row['impl']} {row['backend']}{''.join(text for sign, text in how.items() if sign in work)}"
 
 
 PREFILL_COLUMNS = (

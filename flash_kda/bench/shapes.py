@@ -20,6 +20,8 @@ Op: TypeAlias = Literal["prefill", "decode", "train"]
 Gates: TypeAlias = Literal["strong", "slow", "softplus"]
 GATES: tuple[Gates, ...] = ("strong", "slow", "softplus")
 LOWER_BOUND = -5.0
+# Of the short convolutions.
+WIDTH = 4
 # The uneven packed batch of FlashKDA's own benchmark: 8192 tokens in six sequences.
 MIXED6 = (1300, 547, 2048, 963, 271, 3063)
 
@@ -33,6 +35,7 @@ class Case:
         lengths: tokens of each sequence. heads: H = HV.
         packed: sequences lie one after another along T with ``cu_seqlens``; otherwise they form the batch dimension.
         head_dim: K = V. seed: of the inputs.
+        step: of decoding: with the convolutions before it and the norm after it.
     """
 
     name: str
@@ -42,6 +45,12 @@ class Case:
     packed: bool = False
     head_dim: int = 128
     seed: int = 0
+    step: bool = False
+
+    @property
+    def channels(self) -> tuple[int, int, int]:
+        """Of the convolutions of q, k and v."""
+        return (self.heads * self.head_dim,) * 3
 
     @property
     def tokens(self) -> int:
@@ -58,11 +67,12 @@ class Case:
         """Bytes that are moved at least.
 
         Forward: bf16 q, k, v, g, o and beta once, fp32 states in and out once. Decode: the states alone, which are what
-        bounds it, in once and out once for each token. Training: the forward, then its inputs and the output's gradient
-        in once and five gradients out once.
+        bounds it, in once and out once for each token; of a step the bf16 last inputs of the convolutions too.
+        Training: the forward, then its inputs and the output's gradient in once and five gradients out once.
         """
         if self.op == "decode":
-            return 4 * self.heads * self.head_dim**2 * (len(self.lengths) + self.tokens)
+            last_inputs = 2 * (WIDTH - 1) * sum(self.channels) if self.step else 0
+            return (4 * self.heads * self.head_dim**2 + last_inputs) * (len(self.lengths) + self.tokens)
         per_token_head = 2 * ((14 * self.head_dim + 3) if self.op == "train" else (5 * self.head_dim + 1))
         states = 2 * 4 * len(self.lengths) * self.head_dim**2
         return self.heads * (self.tokens * per_token_head + states)
@@ -106,6 +116,11 @@ def decode(batch: int, heads: int, tokens: int = 1) -> Case:
     return Case(f"b{batch}{drafted}-h{heads}", "decode", (tokens,) * batch, heads)
 
 
+def step(batch: int, heads: int) -> Case:
+    """One token for each of ``batch`` rows, from the projections before to the projection after."""
+    return Case(f"b{batch}-step-h{heads}", "decode", (1,) * batch, heads, step=True)
+
+
 MODEL_HEADS = sorted({heads for model in MODELS for heads in model.heads_per_gpu}, reverse=True)
 CASES: tuple[Case, ...] = (
     *(uniform("prefill", 1, 8192, heads) for heads in MODEL_HEADS),
@@ -117,6 +132,7 @@ CASES: tuple[Case, ...] = (
     uniform("prefill", 32, 256, 32),
     uniform("prefill", 512, 16, 12),
     *(decode(batch, heads, tokens) for tokens in (1, 4) for heads in (12, 32) for batch in (1, 32, 128, 256)),
+    *(step(batch, heads) for heads in (12, 32) for batch in (1, 32, 128, 256)),
     *(uniform("train", 1, 8192, heads) for heads in (32, 64)),
 )
 # What `--quick` measures: one long sequence with many and with few heads, uneven and even packed batches.

@@ -93,7 +93,7 @@ def run(options: Options, say: Callable[[str], None], keep: Keep) -> list[Row]:
     return measure_all(
         chosen,
         options.gates,
-        found,
+        lambda case: found,
         inputs,
         lambda call: exact(call.first_heads(JUDGED_HEADS).inputs()),
         lambda case, gates, way, calls, right, flush: measure_row(way, calls, right[0], flush, options.repeats),

@@ -13,6 +13,7 @@ from flash_kda.api import kda
 from flash_kda.decode import kda_decode
 from flash_kda.nn.conv import ShortConvolution
 from flash_kda.nn.norm import GatedRMSNorm
+from flash_kda.step import kda_decode_step
 from flash_kda.types import LowerBoundGate, SoftplusGate
 
 
@@ -44,6 +45,11 @@ def _decodes(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, cu_seqlens: 
     if torch.is_grad_enabled() or cu_seqlens is not None or state is None or q.shape[1] != 1:
         return False
     return state.shape == (q.shape[0], *v.shape[2:], k.shape[3])
+
+
+def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module is of our own kind, and nobody watches or changes what goes through it."""
+    return type(module) is kind and not (module._forward_pre_hooks or module._forward_hooks)
 
 
 class DeltaRule(nn.Module):
@@ -218,6 +224,8 @@ class KimiDeltaAttention(nn.Module):
             raise ValueError(f"x: got shape {tuple(x.shape)}, expected [B, T, D] with D = {self.hidden_size}")
         if cache is not None and (cache.q_conv is None) == self.use_short_conv:
             raise ValueError(f"cache: got one of a layer with use_short_conv={not self.use_short_conv}")
+        if cache is not None and return_cache and cu_seqlens is None and self._steps(x, cache):
+            return self._step(x, cache)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         conv: tuple[Tensor, ...] = ()
         if self.use_short_conv:
@@ -248,3 +256,49 @@ class KimiDeltaAttention(nn.Module):
             return y, None
         # The next call takes a state whose last dimension is dense, whatever layout the backend computed in.
         return y, LayerCache(state.contiguous(), *conv)
+
+    @property
+    def _convolutions(self) -> tuple[ShortConvolution, ShortConvolution, ShortConvolution]:
+        return self.q_conv1d, self.k_conv1d, self.v_conv1d
+
+    def _steps(self, x: Tensor, cache: LayerCache) -> bool:
+        """Whether :meth:`_step` does it: a token for each row of a cache, no gradients, and nobody looks at the parts.
+
+        What does not fit is for the parts, whose checks say what is wrong.
+        """
+        if x.shape[1] != 1 or torch.is_grad_enabled() or not self.use_short_conv:
+            return False
+        parts = [(self.delta_rule, DeltaRule), (self.o_norm, GatedRMSNorm)]
+        if not all(_is_plain(*part) for part in (*parts, *((conv, ShortConvolution) for conv in self._convolutions))):
+            return False
+        states = (cache.q_conv, cache.k_conv, cache.v_conv)
+        return cache.state.shape == (x.shape[0], self.num_v_heads, self.head_v_dim, self.head_k_dim) and all(
+            state is not None and state.shape == (x.shape[0], conv.width - 1, conv.channels)
+            for state, conv in zip(states, self._convolutions, strict=True)
+        )
+
+    def _step(self, x: Tensor, cache: LayerCache) -> tuple[Tensor, LayerCache]:
+        """:meth:`forward` of single tokens, all between the projections by :func:`flash_kda.kda_decode_step`."""
+        convolutions = self._convolutions
+        # The step works in place, and the cache must outlive the call.
+        state = cache.state.clone(memory_format=torch.contiguous_format)
+        inputs = torch.cat([s for s in (cache.q_conv, cache.k_conv, cache.v_conv) if s is not None], -1)
+        by_head = (self.num_v_heads, self.head_v_dim)
+        o = kda_decode_step(
+            self.q_proj(x).unflatten(-1, (self.num_heads, self.head_k_dim)),
+            self.k_proj(x).unflatten(-1, (self.num_heads, self.head_k_dim)),
+            self.v_proj(x).unflatten(-1, by_head),
+            self.f_proj(x).unflatten(-1, (self.num_v_heads, self.head_k_dim)),
+            self.b_proj(x),
+            self.g_proj(x).unflatten(-1, by_head),
+            gate=self.gate,
+            pool=state,
+            conv_pool=inputs,
+            conv_weights=[conv.weight for conv in convolutions],
+            conv_biases=[conv.bias for conv in convolutions if conv.bias is not None] or None,
+            norm_weight=self.o_norm.weight,
+            norm_eps=self.o_norm.eps,
+            allow_neg_eigval=self.delta_rule.allow_neg_eigval,
+            backend=self.delta_rule.backend,
+        )
+        return self.o_proj(o.flatten(-2)), LayerCache(state, *inputs.split([c.channels for c in convolutions], -1))

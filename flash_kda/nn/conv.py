@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flash_kda.reference.layer import convolution
+
 
 class ShortConvolution(nn.Module):
     """``y_t = silu(bias + sum_w weight[:, 0, w] * x_{t - W + 1 + w})`` in every channel; nothing before the start.
@@ -57,7 +59,6 @@ class ShortConvolution(nn.Module):
             state = x.new_zeros(expected, dtype=dtype)
         elif tuple(state.shape) != expected:
             raise ValueError(f"state: got shape {tuple(state.shape)}, expected [N, W - 1, D] = {expected}")
-        taps = self.weight[:, 0].to(dtype).unbind(-1)
         before = state.to(dtype)
         if cu_seqlens is None:
             T = x.shape[1]
@@ -66,13 +67,7 @@ class ShortConvolution(nn.Module):
             after = padded[:, T:]
         else:
             shifted, after = self._packed(x.to(dtype), before, cu_seqlens)
-        # Tap by tap, in one order whatever T is: few products, and no transposition to channels first and back.
-        y = taps[0] * shifted[0]
-        for tap, rows in zip(taps[1:], shifted[1:], strict=True):
-            y = torch.addcmul(y, tap, rows)
-        if self.bias is not None:
-            y = y + self.bias.to(dtype)
-        y = F.silu(y)
+        y = F.silu(convolution(shifted, self.weight[:, 0], self.bias))
         if cu_seqlens is not None:
             inside = torch.arange(x.shape[1], device=x.device) < cu_seqlens[-1]
             y = torch.where(inside[:, None], y, 0.0)

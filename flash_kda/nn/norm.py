@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from flash_kda.reference.layer import rms_norm
+
 
 class RMSNorm(nn.Module):
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in float32 or better, returned in x's dtype.
@@ -24,7 +26,7 @@ class RMSNorm(nn.Module):
     def _scaled(self, x: Tensor) -> Tensor:
         # A low-precision mean square loses the small entries, so at least float32 inside.
         y = x.to(torch.promote_types(x.dtype, torch.float32))
-        return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.weight
+        return rms_norm(y, self.weight, self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., hidden_size]`` to the same shape and dtype."""

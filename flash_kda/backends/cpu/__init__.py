@@ -8,9 +8,9 @@ from torch import Tensor
 from flash_kda.backends.cpu.autograd import run_with_grad
 from flash_kda.backends.cpu.kernel import compute_dtype, forward, states_out
 from flash_kda.backends.reference import deliver
-from flash_kda.backends.stepwise import decode_stepwise, no_gradient, prefill_in_pieces
+from flash_kda.backends.stepwise import decode_stepwise, no_gradient, prefill_in_pieces, step_in_parts
 from flash_kda.backends.taped import gradients_by_tape
-from flash_kda.types import DecodeInputs, Inputs, PrefillInputs, Problem
+from flash_kda.types import DecodeInputs, Inputs, PrefillInputs, Problem, StepInputs
 
 
 def supports(problem: Problem) -> str | None:
@@ -45,3 +45,8 @@ def run_decode(call: DecodeInputs) -> tuple[Tensor, None]:
 def run_prefill(call: PrefillInputs) -> tuple[Tensor, None]:
     """Sequences in pieces from checkpoint to checkpoint; states have the dtype of computation inside."""
     return prefill_in_pieces(call, run, compute_dtype(call.inputs)), None
+
+
+def run_step(call: StepInputs) -> tuple[Tensor, None]:
+    """Part by part in the dtype of computation; what the pools keep is rounded when it is stored."""
+    return step_in_parts(call, run, compute_dtype(call.decode.inputs)), None

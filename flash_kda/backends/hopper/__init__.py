@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flash_kda.backends.triton import supports as triton_supports
 from flash_kda.backends.triton.config import CHUNK
-from flash_kda.types import DecodeInputs, Inputs, PrefillInputs, Problem
+from flash_kda.types import DecodeInputs, Inputs, PrefillInputs, Problem, StepInputs
 
 CAPABILITY = (9, 0)
 # Gluon is young: these are the versions that the kernels have run with.
@@ -27,7 +27,7 @@ def supports(problem: Problem) -> str | None:
     import triton
 
     p = problem
-    if p.op == "decode":
+    if p.op in ("decode", "step"):
         return "has no kernel for decoding"
     if p.op == "prefill":
         return "keeps no states in a pool and none inside of sequences"
@@ -78,4 +78,9 @@ def run_decode(call: DecodeInputs) -> tuple[Tensor, None]:
 
 def run_prefill(call: PrefillInputs) -> tuple[Tensor, None]:
     """Not reached: ``supports`` refuses problems with a pool."""
+    raise NotImplementedError(supports(call.problem))
+
+
+def run_step(call: StepInputs) -> tuple[Tensor, None]:
+    """Not reached: ``supports`` refuses decode steps."""
     raise NotImplementedError(supports(call.problem))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_kda.backends.reference import deliver
 from flash_kda.backends.stepwise import no_gradient
-from flash_kda.types import DecodeInputs, Decoder, Inputs, Prefiller, PrefillInputs, Problem
+from flash_kda.types import DecodeInputs, Decoder, Inputs, Prefiller, PrefillInputs, Problem, StepInputs, Stepper
 
 MAX_HEAD = 256
 MIN_CAPABILITY = (8, 0)
@@ -78,3 +78,10 @@ def run_prefill(call: PrefillInputs) -> tuple[Tensor, Prefiller]:
     from flash_kda.backends.triton.prefill_launch import run_prefill
 
     return run_prefill(call)
+
+
+def run_step(call: StepInputs) -> tuple[Tensor, Stepper]:
+    """Output in v's dtype by one launch, float32 arithmetic; and the launch with all but its tensors worked out."""
+    from flash_kda.backends.triton.step_launch import run_step
+
+    return run_step(call)

@@ -67,9 +67,14 @@ def rstd(b_x, QK_L2NORM: tl.constexpr):
 
 
 @triton.jit
+def sigmoid(x):
+    return reciprocal(1.0 + exp2(-x * LOG2E))
+
+
+@triton.jit
 def activated_beta(b, BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr):
     if BETA_IS_LOGIT:
-        b = reciprocal(1.0 + exp2(-b * LOG2E))
+        b = sigmoid(b)
     if NEG_EIGVAL:
         b = 2.0 * b
     return b

@@ -131,8 +131,10 @@ class DecodeConfig:
     warps: int
 
 
-# Elements of the state that a program holds, two registers for each of a thread's 32: more would cost occupancy.
+# Elements of the state that a warp holds, two registers for each of a thread's 32: more would cost occupancy.
 DECODE_TILE = 2048
+# Warps of a program of a decode step, at most.
+STEP_WARPS = 8
 # Programs per multiprocessor below which they are made smaller.
 DECODE_PROGRAMS = 4
 
@@ -154,3 +156,36 @@ def configure_decode(problem: Problem, device: Device, state_layout: StateLayout
     while states * math.ceil(problem.V / BV) < enough and least < BV:
         BV //= 2
     return DecodeConfig(BK, BV, warps=1)
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """How a decode step is launched.
+
+    Attributes:
+        BK: channels, a power of two. BV: value columns that a program holds at a time. warps: of a program.
+        registers: limit per thread, where a second program per multiprocessor is worth it; None for no limit.
+    """
+
+    BK: int
+    BV: int
+    warps: int
+    registers: int | None
+
+
+@lru_cache(maxsize=1024)
+def configure_step(problem: Problem, state_layout: StateLayout) -> StepConfig:
+    """The configuration of a decode step with K and V of at most 256, the same for any number of rows.
+
+    A program has whole heads, since the norm is over all of V; what it does not hold at once it takes in turn.
+    """
+    BK = max(16, _power_of_two(problem.K))
+    BV, most = _power_of_two(problem.V), STEP_WARPS * DECODE_TILE // BK
+    warps = max(1, min(BV, most) * BK // DECODE_TILE)
+    parts = BV // min(BV, most)
+    if parts > 1:
+        # What is the same for all parts stays in registers beside them.
+        BV = most // 2
+    # Without the limit one program would have a multiprocessor to itself, which is idle while this one computes.
+    alone = warps == STEP_WARPS and state_layout == "vk" and parts == 1 and problem.HV in (None, problem.H)
+    return StepConfig(BK, BV, warps, registers=128 if alone else None)

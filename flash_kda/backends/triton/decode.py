@@ -27,7 +27,7 @@ def _token(p_q, p_k, p_v, p_g, p_beta, m_k, m_v, inside):
 
 
 @triton.jit
-def _step(
+def after_token(
     S, b_q, b_k, b_v, b_g, beta, a, bias, m_k, scale, lower_bound,
     GATE: tl.constexpr, QK_L2NORM: tl.constexpr, BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr,
 ):  # fmt: skip
@@ -45,7 +45,7 @@ def _step(
 
 
 @triton.jit
-def _clear(p_o, o_t, first, last, step, m_v, BV: tl.constexpr):
+def clear(p_o, o_t, first, last, step, m_v, BV: tl.constexpr):
     """Zeros into every ``step``-th output row from ``first`` on, before ``last``; ``p_o`` is at row 0."""
     zeros = tl.zeros((BV,), p_o.dtype.element_ty)
     for t in tl.range(first, last, step, num_stages=1):
@@ -130,10 +130,10 @@ def decode(
         valid = valid & exists(slot, slots, pad)
     if PACKED:
         # Rows that belong to nobody are cleared by all programs together.
-        _clear(p_o, o_t, tl.load(p_cu + N * cu_n).to(tl.int64) + n, T, N, m_v, BV)
+        clear(p_o, o_t, tl.load(p_cu + N * cu_n).to(tl.int64) + n, T, N, m_v, BV)
         valid = valid & inside
     if not valid:
-        _clear(p_o, o_t, first, first + length, 1, m_v, BV)
+        clear(p_o, o_t, first, first + length, 1, m_v, BV)
         return
 
     p_S += i_h * S_h + (o_v.to(tl.int64)[:, None] * S_v + o_k.to(tl.int64)[None, :] * S_k)
@@ -141,7 +141,7 @@ def decode(
     S = tl.load(p_S + slot * S_n, mask=m_S & known, other=0.0).to(tl.float32)
     p_o += first * o_t
     if SINGLE:
-        S, b_o = _step(
+        S, b_o = after_token(
             S, b_q, b_k, b_v, b_g, beta, a, bias, m_k, scale, lower_bound, GATE, QK_L2NORM, BETA_IS_LOGIT, NEG_EIGVAL
         )
         tl.store(p_o, b_o.to(p_o.dtype.element_ty), mask=m_v)
@@ -160,7 +160,7 @@ def decode(
             if STORE and INDEX == EACH:
                 p_next = p_index + n * index_n + (t + 1) * index_t
                 next_target = tl.load(p_next, mask=t + 1 < tl.minimum(length, width), other=-1).to(tl.int64)
-            S, b_o = _step(
+            S, b_o = after_token(
                 S, b_q, b_k, b_v, b_g, beta, a, bias, m_k, scale, lower_bound,
                 GATE, QK_L2NORM, BETA_IS_LOGIT, NEG_EIGVAL,
             )  # fmt: skip

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_kda.backends.triton import decode as kernels
-from flash_kda.backends.triton.config import DecodeConfig, configure_decode
+from flash_kda.backends.triton.config import DecodeConfig, StepConfig, configure_decode
 from flash_kda.backends.triton.forward import GATES, device_facts, scale_of, strides
 from flash_kda.backends.triton.launch import Launch, Plan
-from flash_kda.types import DecodeInputs, Decoder, DecodeTensors, gate_parameters
+from flash_kda.types import DecodeInputs, Decoder, Maybe, gate_parameters
 
 # What is passed to the kernel, by the names of its parameters without ``p_``: the tensors of a call in their order, and
 # the gate's parameters.
@@ -30,7 +32,7 @@ def index_kind(indices: Tensor | None) -> int:
     return int(kernels.ONE.value if indices.ndim == 1 else kernels.EACH.value)
 
 
-def values(call: DecodeInputs, config: DecodeConfig, out: Tensor) -> dict[str, object]:
+def values(call: DecodeInputs, config: DecodeConfig | StepConfig, out: Tensor) -> dict[str, object]:
     """What the kernel takes besides tensors, by the names of its parameters."""
     signature, p, pool, indices = call.inputs.signature, call.problem, call.pool, call.indices
     HV = p.HV or p.H
@@ -81,17 +83,20 @@ def _is_read_as_it_lies(x: Tensor | None) -> bool:
     return x is None or (x.dtype == torch.float32 and x.is_contiguous())
 
 
-def decoder(call: DecodeInputs) -> Decoder:
-    """All calls of this call's form, as a function of their tensors."""
+def launcher(call: DecodeInputs, planner: Callable[[Tensor], Plan]) -> Callable[[Any, Maybe, Maybe], Tensor]:
+    """All calls of this call's form, as a function of their tensors, of which the last is the output.
+
+    Args:
+        planner: the launch for an output that looks like its argument.
+    """
     v = call.inputs.v
     shape, dtype, device, index = v.shape, v.dtype, v.device, v.device.index
     like = torch.empty(shape, dtype=dtype, device="meta") if call.out is None else call.out
     empty = call.problem.N == 0 or call.problem.T == 0
     convert = not all(map(_is_read_as_it_lies, gate_parameters(call.inputs.gate)))
-    config = configure_decode(call.problem, device_facts(index), call.inputs.state_layout)
-    launch = plan(call, config, like)
+    launch = planner(like)
 
-    def decode(tensors: DecodeTensors, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
+    def run(tensors: tuple[Maybe, ...], A_log: Maybe, dt_bias: Maybe) -> Tensor:
         out = tensors[-1]
         if out is None:
             out = torch.empty(shape, dtype=dtype, device=device)
@@ -107,7 +112,14 @@ def decoder(call: DecodeInputs) -> Decoder:
                 launch((*tensors, A_log, dt_bias))
         return out
 
-    return decode
+    return run
+
+
+def decoder(call: DecodeInputs) -> Decoder:
+    """All calls of this call's form, as a function of their tensors."""
+    device = device_facts(call.inputs.v.device.index)
+    config = configure_decode(call.problem, device, call.inputs.state_layout)
+    return launcher(call, lambda out: plan(call, config, out))
 
 
 def run_decode(call: DecodeInputs) -> tuple[Tensor, Decoder]:

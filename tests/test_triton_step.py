@@ -1,0 +1,536 @@
+"""The kernel of the decode step: in the interpreter, compiled for four architectures, configured, launched."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import interpreted_step
+import pytest
+import torch
+from cases import Call, Case, Target
+from compare import assert_same_bits
+from compiling import builds_under_way, registers_and_stack
+from decoding import BASE, DecodeCase
+from interpreting import selected_results
+from jitted import STREAM, Jitted
+from stepping import CASES, ROWS, StepCase, check, parameters, rows_case, run, tensors_of
+from test_step import first_rows
+from test_step_checks import BASE as PLAIN
+from test_step_checks import other_forms
+from test_triton import DEVICES, meta_inputs, source_of
+from torch import Tensor
+
+import flash_kda
+from flash_kda import forms
+from flash_kda.backends.triton.config import StepConfig, configure_step
+from flash_kda.bench import harness
+from flash_kda.types import DecodeInputs, Problem, StepInputs, gate_parameters
+
+if TYPE_CHECKING:
+    from flash_kda.backends.triton.launch import Launch
+
+# The interpreter.
+
+
+@pytest.fixture(scope="module")
+def interpreted_results(request: pytest.FixtureRequest) -> dict[str, str | None]:
+    """What the selected cases gave."""
+    return selected_results(request, interpreted_step, test_interpreter.__name__)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", interpreted_step.CASES)
+def test_interpreter(name: str, interpreted_results: dict[str, str | None]) -> None:
+    """The kernel's arithmetic and addresses against the definition in float64."""
+    error = interpreted_results[name]
+    assert error is None, error
+
+
+# Compilation for each architecture.
+
+
+@dataclass(frozen=True)
+class Build:
+    """The kernel of one problem on one architecture, with the filters and last inputs that a model has."""
+
+    capability: int
+    problem: Problem
+    layout: str = "vk"
+    W: int = 4
+    bias: bool = False
+    known: bool = False
+    conv_dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def config(self) -> StepConfig:
+        return configure_step(self.problem, self.layout)
+
+    def __str__(self) -> str:
+        p = self.problem
+        state, conv = ("bf16" if x == torch.bfloat16 else "fp32" for x in (p.state_dtype, self.conv_dtype))
+        flags = "".join(f"-{name}" for name in ("bias", "known") if getattr(self, name))
+        return (
+            f"sm_{self.capability}-{state}-{self.layout}-H{p.H}-HV{p.HV or p.H}-K{p.K}-V{p.V}-W{self.W}-{conv}{flags}"
+            f"-{p.gate}"
+        )
+
+
+@dataclass(frozen=True)
+class Built:
+    """What became of a build.
+
+    Attributes:
+        stack: what a thread spills, in bytes. wide_loads, wide_stores: of 16 bytes by a thread.
+        order: loads from and stores to memory, and barriers, as the compiler has them in the end.
+    """
+
+    error: str | None = None
+    registers: int = 0
+    stack: int = 0
+    shared: int = 0
+    wide_loads: int = 0
+    wide_stores: int = 0
+    order: tuple[str, ...] = ()
+
+
+def builds() -> list[Build]:
+    """Shipped configurations over states, layouts, sizes and kinds of calls."""
+
+    def problem(**changes: Any) -> Problem:
+        return Problem(**{"B": 128, "T": 1, "H": 12, "state_dtype": torch.float32, "op": "step"} | changes)
+
+    found: list[Build] = []
+    for state, layout in itertools.product((torch.float32, torch.bfloat16), ("vk", "kv")):
+        found.append(Build(90, problem(state_dtype=state), layout))
+    for K, V in ((16, 16), (64, 64), (100, 60), (128, 256), (256, 128), (256, 256), (200, 100), (16, 256)):
+        found.append(Build(90, problem(K=K, V=V)))
+    found += [Build(90, problem(gate=gate)) for gate in ("softplus", "log")]
+    found += [
+        Build(90, problem(), bias=True, known=True),
+        Build(90, problem(), conv_dtype=torch.float32),
+        Build(90, problem(dtype=torch.float32), conv_dtype=torch.float32, bias=True),
+        *(Build(90, problem(), W=W) for W in (1, 2, 3)),
+        Build(90, problem(HV=24), layout="kv"),
+    ]
+    for capability in DEVICES:
+        found.append(Build(capability, problem(), known=True))
+        found.append(Build(capability, problem(), layout="kv"))
+        found.append(Build(capability, problem(HV=24)))
+        found.append(Build(capability, problem(K=256, V=256)))
+    return found
+
+
+def meta_call(build: Build) -> StepInputs:
+    """The build's arguments as tensors without data."""
+    p = build.problem
+    inputs = meta_inputs(p).replace(initial_state=None, output_final_state=False, state_layout=build.layout)
+    N, HV = p.B, p.HV or p.H
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    shape = (p.V, p.K) if build.layout == "vk" else (p.K, p.V)
+    decode = DecodeInputs(
+        inputs=inputs,
+        pool=empty(4 * N + 1, HV, *shape, dtype=p.state_dtype),
+        indices=empty(N, dtype=torch.int32),
+        num_accepted=None,
+        has_initial_state=empty(N, dtype=torch.bool) if build.known else None,
+        pad_index=-1,
+        write_states=True,
+        out=None,
+    )
+    q, k, v = p.H * p.K, p.H * p.K, HV * p.V
+    return StepInputs(
+        decode=decode,
+        z=empty(N, 1, HV, p.V, dtype=p.dtype),
+        conv_pool=empty(4 * N + 1, build.W - 1, q + k + v, dtype=build.conv_dtype),
+        conv_weights=(empty(q, build.W), empty(k, build.W), empty(v, build.W)),
+        conv_biases=(empty(q), empty(k), empty(v)) if build.bias else None,
+        norm_weight=empty(p.V),
+        norm_eps=1e-5,
+    )
+
+
+def described(build: Build) -> tuple[dict[str, torch.dtype], Launch]:
+    """The launch of a build, and the dtypes of all that it is passed, by name."""
+    from flash_kda.backends.triton import step_launch
+
+    call = meta_call(build)
+    (launch,) = step_launch.plan(call, build.config, torch.empty_like(call.decode.inputs.v)).launches
+    tensors = (*call.tensors, *gate_parameters(call.decode.inputs.gate))
+    given = zip(step_launch.TENSORS, tensors, strict=True)
+    return {name: build.problem.dtype if x is None else x.dtype for name, x in given}, launch
+
+
+def compile_one(build: Build) -> Built:
+    """Compile in this process; errors are told, not raised."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    dtypes, launch = described(build)
+    target = GPUTarget("cuda", build.capability, 32)
+    try:
+        compiled = triton.compile(source_of(launch, dtypes), target=target, options=dict(launch.options))
+    except Exception as error:
+        return Built(error=f"{type(error).__name__}: {error}")
+    registers, stack = registers_and_stack(compiled)
+    loads, stores = (len(re.findall(rf"{kind}\.global\.v4\.b32", compiled.asm["ptx"])) for kind in ("ld", "st"))
+    order = tuple(re.findall(r"tt\.load|tt\.store|gpu\.barrier", compiled.asm["ttgir"]))
+    return Built(None, registers, stack, compiled.metadata.shared, loads, stores, order)
+
+
+@pytest.fixture(scope="module")
+def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Build, Future[Built]]]:
+    """The selected builds, under way."""
+    yield from builds_under_way(request, test_compiles, compile_one)
+
+
+@pytest.mark.offline
+@pytest.mark.parametrize("build", [pytest.param(build, id=str(build)) for build in builds()])
+def test_compiles(build: Build, compiled: dict[Build, Future[Built]]) -> None:
+    """Next to nothing spills, states move in pieces of 16 bytes, and last inputs are all read before one is written."""
+    built, c, p = compiled[build].result(), build.config, build.problem
+    assert built.error is None, built.error
+    # Two registers, where their number is limited.
+    assert built.stack <= (8 if c.registers else 0), f"{built.stack} bytes of spills with {built.registers} registers"
+    assert built.registers <= (c.registers or 255)
+    # Vectors pass through it, and in the "kv" layout partial sums over K, but no states.
+    assert built.shared < c.BK * c.BV
+    if p.K >= 64 and p.K == c.BK:
+        pieces = c.BV * c.BK * p.state_dtype.itemsize // (16 * 32 * c.warps)
+        assert built.wide_loads >= pieces
+        assert built.wide_stores >= pieces
+    assert built.order.count("gpu.barrier") == 1
+    at = built.order.index("gpu.barrier")
+    before, after = built.order[:at], built.order[at:]
+    # Zeros of a row of padding, and the state; after the barrier the output and, if there are any, the last inputs.
+    assert before.count("tt.store") == 2
+    assert after.count("tt.store") == (4 if build.W > 1 else 1)
+    assert "tt.load" not in after
+
+
+@pytest.mark.offline
+def test_two_programs_share_a_multiprocessor() -> None:
+    """Where it counts: while one computes, the other one's states are under way."""
+    pytest.importorskip("triton")
+    build = Build(90, Problem(B=128, T=1, H=12, op="step"))
+    assert 2 * build.config.warps * 32 * compile_one(build).registers <= 65536
+
+
+# Configurations.
+
+
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+def test_configurations_are_sound(layout: str) -> None:
+    for state, K, V, (H, HV) in itertools.product(
+        (torch.float32, torch.bfloat16),
+        (16, 20, 64, 100, 128, 200, 256),
+        (16, 40, 64, 128, 130, 256),
+        ((1, 1), (12, 12), (4, 12)),
+    ):
+        problem = Problem(B=7, T=1, H=H, HV=HV, K=K, V=V, state_dtype=state, op="step")
+        c = configure_step(problem, layout)
+        assert K <= c.BK < 2 * max(K, 9)
+        assert c.BK & (c.BK - 1) == c.BV & (c.BV - 1) == c.warps & (c.warps - 1) == 0
+        assert c.BV < 2 * V
+        per_thread = c.BK * c.BV // (32 * c.warps)
+        assert 1 <= per_thread <= 64
+        assert c.warps <= 8
+        assert c == configure_step(replace(problem, B=999), layout), "a row's bits depend on the number of rows"
+
+
+# Launches.
+
+
+@pytest.mark.parametrize("build", [builds()[0], builds()[4], builds()[-1]], ids=str)
+def test_every_parameter_has_what_it_needs(build: Build) -> None:
+    pytest.importorskip("triton")
+    dtypes, launch = described(build)
+    names = launch.kernel.arg_names
+    assert set(launch.tensors) == set(dtypes)
+    assert [f"p_{name}" for name in launch.tensors] == names[: len(dtypes)], "tensors come first"
+    assert set(names[len(dtypes) :]) <= set(launch.values)
+    for parameter in launch.kernel.params[len(dtypes) :]:
+        # Strides are integers that Triton may specialise on; of other numbers it must not.
+        is_stride = re.fullmatch("[a-zS_]+_[bhnwc]", parameter.name) is not None
+        assert parameter.is_constexpr or is_stride != parameter.do_not_specialize
+        assert not is_stride or type(launch.values[parameter.name]) is int
+    assert launch.programs == build.problem.B * build.problem.H
+
+
+@pytest.fixture
+def jitted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Jitted]:
+    """In place of the kernel, with its parameters; tensors on the CPU are launched, and no form is known."""
+    pytest.importorskip("triton")
+    from flash_kda.backends import triton as backend
+    from flash_kda.backends.triton import launch, step_launch
+
+    found = Jitted(*step_launch.kernels.step.arg_names)
+    monkeypatch.setattr(step_launch.kernels, "step", found)
+    active = SimpleNamespace(get_current_stream=lambda index: STREAM)
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launch.triton, "__version__", "3.6.0")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(backend, "supports", lambda problem: None)
+    forms.form.cache_clear()
+    yield found
+    forms.form.cache_clear()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@torch.no_grad()
+def test_a_known_form_is_launched_directly(bias: bool, jitted: Jitted) -> None:
+    """In one launch with its own tensors; what is absent is stood in for, and the output is all that is allocated."""
+    case = StepCase(DecodeCase(BASE, known=True), bias=bias)
+    calls = [case.build() for _ in range(3)]
+    for x in calls:
+        with mock.patch.object(torch, "empty", wraps=torch.empty) as empty:
+            o = flash_kda.kda_decode_step(**x, backend="triton")
+    assert len(jitted.by_triton) == 1
+    assert len(jitted.direct) == 2
+    assert empty.call_count == 1
+    key, arguments = jitted.direct[-1]
+    assert key == jitted.keys[0]
+    biases = x["conv_biases"] or [x["q"]] * 3
+    given = [*(x[name] for name in ROWS), x["gate"].A_log, x["gate"].dt_bias, x["pool"], x["conv_pool"], x["indices"]]
+    given += [x["has_initial_state"], *x["conv_weights"], *biases, x["norm_weight"], o]
+    pointers = [t.data_ptr() for t in given]
+    values = [value for value in jitted.by_triton[0][1] if not isinstance(value, Tensor)]
+    assert list(arguments[-len(pointers) - len(values) :]) == [*pointers, *values]
+    assert arguments[:4] == (*jitted.by_triton[0][0], 1, 1, STREAM)
+
+
+@pytest.mark.parametrize(("name", "other"), other_forms(), ids=[name for name, _ in other_forms()])
+@torch.no_grad()
+def test_what_differs_shares_no_launch(name: str, other: Call, jitted: Jitted) -> None:
+    for _ in range(3):
+        for call in (PLAIN.build(), other):
+            flash_kda.kda_decode_step(**call, backend="triton")
+    assert len(jitted.by_triton) == 2
+    assert [key for key, _ in jitted.direct] == jitted.keys * 2
+    for (_, direct), (_, given, _) in zip(jitted.direct, jitted.by_triton * 2, strict=True):
+        values = tuple(value for value in given if not isinstance(value, Tensor))
+        assert direct[-len(values) :] == values
+
+
+@torch.no_grad()
+def test_gate_parameters_reach_the_kernel_dense_in_float32(jitted: Jitted) -> None:
+    call = StepCase().build()
+    gate = call["gate"]
+    wide = flash_kda.LowerBoundGate(gate.A_log.double(), gate.dt_bias.t().contiguous().t())
+    jitted.compile = lambda *_: None
+    for _ in range(2):
+        flash_kda.kda_decode_step(**call | {"gate": wide}, backend="triton")
+        given = dict(zip(jitted.arg_names, jitted.by_triton[-1][1], strict=True))
+        assert_same_bits(given["p_A_log"], gate.A_log, "A_log")
+        assert_same_bits(given["p_dt_bias"], gate.dt_bias, "dt_bias")
+        assert given["p_dt_bias"].is_contiguous()
+
+
+@torch.no_grad()
+def test_nothing_is_launched_for_nothing(jitted: Jitted) -> None:
+    for _ in range(2):
+        assert not run(Target("triton"), rows_case(B=0).build()).numel()
+    assert not jitted.by_triton
+
+
+# On a GPU.
+
+gpu = pytest.mark.gpu
+TRITON = Target("triton", "cuda", partial=True)
+MODEL = Case(B=6, T=1, H=4, K=128, V=128, dtype="bfloat16")
+
+
+@gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        StepCase(DecodeCase(MODEL, known=True), conv_dtype="bfloat16", z_dtype="bfloat16"),
+        StepCase(DecodeCase(MODEL.but(HV=8, K=64, V=96), known=True, pad=0), bias=True),
+        StepCase(DecodeCase(BASE.but(layout="kv", state_dtype="bfloat16"), index="own"), W=3),
+    ],
+    ids=str,
+)
+def test_replay_is_eager(case: StepCase) -> None:
+    """A captured call, replayed with other rows, states, last inputs, indices and flags, gives a plain one's bits."""
+    buffers = case.build("cuda")
+    out = torch.empty_like(buffers["v"])
+    run(TRITON, buffers, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        flash_kda.kda_decode_step(**buffers, out=out, backend="triton")
+    for seed in range(1, 6):
+        rows = case.decode.rows.but(seed=seed)
+        call = replace(case, decode=replace(case.decode, seed=seed, rows=rows)).build("cuda")
+        # The gate's parameters belong to the model: they stay. So do the others, but they may change in place.
+        call["gate"] = buffers["gate"]
+        for name, x in tensors_of(call).items():
+            tensors_of(buffers)[name].copy_(x)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert_same_bits(out, run(TRITON, call), f"o of replay {seed}")
+        for name in ("pool", "conv_pool"):
+            assert_same_bits(buffers[name], call[name], f"{name} of replay {seed}")
+
+
+@gpu
+@pytest.mark.parametrize("case", parameters(CASES[::2]))
+@torch.no_grad()
+def test_a_known_form_gives_the_bits_of_a_checked_call(case: StepCase) -> None:
+    first, second = (case.build("cuda") for _ in range(2))
+    forms.form.cache_clear()
+    o = run(TRITON, first)
+    assert_same_bits(run(TRITON, second), o, "o")
+    assert forms.form.cache_info().currsize == 1
+    for name in ("pool", "conv_pool"):
+        assert_same_bits(second[name], first[name], name)
+
+
+@gpu
+@pytest.mark.parametrize("HV", [12, 24])
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+def test_many_runs_give_the_same_bits(layout: str, HV: int) -> None:
+    """Enough rows to fill the GPU many times over: what is read too late, or written too early, shows up."""
+    rows = MODEL.but(B=300, H=12, HV=HV, layout=layout)
+    case = StepCase(DecodeCase(rows, padding=False), conv_dtype="bfloat16")
+    first = case.build("cuda")
+    pools = {name: first[name].clone() for name in ("pool", "conv_pool")}
+    o = run(TRITON, first)
+    at = first["indices"].long()
+    inputs = torch.cat([first[name].flatten(2) for name in ("q", "k", "v")], -1)
+    assert_same_bits(first["conv_pool"][at], torch.cat([pools["conv_pool"][at], inputs], 1)[:, 1:], "last inputs")
+    for i in range(30):
+        again = first | {name: pool.clone() for name, pool in pools.items()}
+        assert_same_bits(run(TRITON, again), o, f"o of run {i}")
+        for name in pools:
+            assert_same_bits(again[name], first[name], f"{name} of run {i}")
+
+
+@gpu
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+def test_no_wait_no_allocation_no_compilation(grad: bool) -> None:
+    """After the first call: other numbers of rows, other values, other pad indices; checked or known."""
+    from flash_kda.backends.triton import step as kernels
+
+    def kernels_compiled() -> int:
+        return sum(len(caches[0]) for caches in kernels.step.device_caches.values())
+
+    calls = [
+        StepCase(DecodeCase(MODEL.but(B=B, HV=8, seed=B), pad=pad, known=True), bias=True).build("cuda")
+        for B, pad in ((200, -1), (300, -1), (300, 0), (200, 0))
+    ]
+    outs = [torch.empty_like(call["v"]) for call in calls]
+    with torch.set_grad_enabled(grad):
+        run(TRITON, calls[0], out=outs[0])
+        torch.cuda.synchronize()
+        compiled, allocated = kernels_compiled(), torch.cuda.memory_stats()["allocation.all.allocated"]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for call, out in zip(calls * 2, outs * 2, strict=True):
+                flash_kda.kda_decode_step(**call, out=out, backend="triton")
+            assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+            o = flash_kda.kda_decode_step(**calls[0], backend="triton")
+            assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated + 1
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert o.shape == calls[0]["v"].shape
+    assert kernels_compiled() == compiled
+
+
+@gpu
+@torch.inference_mode()
+def test_host_time() -> None:
+    """Enqueueing a call of a known form takes little: the bound is a generous one, for slow hosts."""
+    call = StepCase(DecodeCase(MODEL.but(B=32, H=12))).build("cuda")
+    run(TRITON, call)
+    run(TRITON, call)
+
+    def enqueue() -> Tensor:
+        return flash_kda.kda_decode_step(**call, backend="triton")
+
+    assert harness.host_us([enqueue], rounds=10, calls=20) < 120
+
+
+@gpu
+@torch.inference_mode()
+def test_padding_rows_compile_what_serving_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After calls that touch nothing, no number of rows has Triton compile a kernel again, whatever slots there are."""
+    import triton
+
+    from flash_kda.backends.triton import step as kernels
+
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what["repr"]))
+    monkeypatch.setattr(kernels.step, "device_caches", defaultdict(kernels.step.create_binder))
+    forms.form.cache_clear()
+    rows = 50
+    case = StepCase(DecodeCase(MODEL.but(B=rows, H=12), known=True))
+    buffers = case.build("cuda")
+    before = {name: buffers[name].clone() for name in ("pool", "conv_pool")}
+    for n in range(1, rows + 1):
+        nobody = torch.full_like(buffers["indices"][:n], -1)
+        assert not run(TRITON, first_rows(buffers, slice(n)) | {"indices": nobody}).count_nonzero()
+    for name, x in before.items():
+        assert_same_bits(buffers[name], x, name)
+    assert compiled, "the hook is not called"
+    compiled.clear()
+    for n in range(1, rows + 1):
+        decode = replace(case.decode, seed=n, rows=case.decode.rows.but(seed=n))
+        other = replace(case, decode=decode).build("cuda")
+        other |= {name: torch.cat([other[name], other[name][:n]]) for name in before}
+        run(TRITON, first_rows(other, slice(n)))
+    assert not compiled
+
+
+@gpu
+def test_pools_of_more_than_two_to_the_31_elements() -> None:
+    rows = Case(B=2, T=1, H=2, K=16, V=16, state_dtype="bfloat16")
+    case = StepCase(DecodeCase(rows, padding=False), conv_dtype="bfloat16")
+    call, small = case.build("cuda"), case.build("cuda")
+    at, slots = small["indices"].long(), 2**31 // (3 * 96) + 9
+    if torch.cuda.mem_get_info()[0] < 20e9:
+        pytest.skip("the GPU has not enough memory")
+    where = torch.tensor([slots - 1, 5], device="cuda")
+    for name in ("pool", "conv_pool"):
+        call[name] = torch.zeros(slots, *small[name].shape[1:], dtype=torch.bfloat16, device="cuda")
+        call[name][where] = small[name][at]
+    o = run(TRITON, call | {"indices": where.int()})
+    assert_same_bits(o, run(TRITON, small), "o")
+    for name in ("pool", "conv_pool"):
+        assert_same_bits(call[name][where], small[name][at], name)
+        call[name][where] = 0
+        # In parts: a count of the whole takes as much memory again.
+        assert not any(bool(part.any()) for part in call[name].split(2**18))
+
+
+@gpu
+def test_more_rows_and_heads_than_a_grid_dimension_holds() -> None:
+    case = StepCase(DecodeCase(Case(B=2050, T=1, H=64, K=16, V=16, dtype="bfloat16"), padding=False))
+    call, single = case.build("cuda"), case.build("cuda")
+    o = run(TRITON, call)
+    for n in (0, 1023, 2049):
+        row = {name: single[name][n : n + 1] for name in (*ROWS, "indices")}
+        assert_same_bits(run(TRITON, single | row), o[n : n + 1], f"row {n}")
+        slot = int(single["indices"][n])
+        for name in ("pool", "conv_pool"):
+            assert_same_bits(single[name][slot], call[name][slot], f"{name} {n}")
+
+
+@gpu
+@pytest.mark.parametrize("B", [1, 20, 128])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+def test_model_shapes(layout: str, state_dtype: str, B: int) -> None:
+    """K = V = 128 as serving meets it, against the definition."""
+    for conv, HV in (("bfloat16", 2), ("float32", 4)):
+        rows = Case(B=B, T=1, H=2, HV=HV, K=128, V=128, dtype="bfloat16", layout=layout, state_dtype=state_dtype)
+        check(TRITON, StepCase(DecodeCase(rows), conv_dtype=conv, z_dtype="bfloat16"))
