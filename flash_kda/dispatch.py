@@ -87,15 +87,6 @@ def why_not(name: str, problem: Problem) -> str | None:
         return f"cannot be imported ({error})"
 
 
-def _on_request(name: str, problem: Problem) -> str | None:
-    """Why a backend runs a problem only when asked for by name; None if it does not take that."""
-    if name in _ON_REQUEST:
-        return f"runs only when asked for with backend={name!r}"
-    if name == "triton" and problem.grad:
-        return f"computes gradients only when asked for with backend={name!r}: no GPU has run their kernels yet"
-    return None
-
-
 def explain(problem: Problem, backend: str = "auto") -> Explanation:
     """Say which backend would run ``problem``, and why each other one would not.
 
@@ -111,7 +102,8 @@ def explain(problem: Problem, backend: str = "auto") -> Explanation:
         if backend not in ("auto", name):
             reasons[name] = f"backend={backend!r} was asked for"
             continue
-        why = (_on_request(name, problem) if backend == "auto" else None) or why_not(name, problem)
+        is_left_out = backend == "auto" and name in _ON_REQUEST
+        why = f"runs only when asked for with backend={name!r}" if is_left_out else why_not(name, problem)
         if why is None and chosen is None:
             chosen = name
         else:

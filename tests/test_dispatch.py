@@ -88,17 +88,6 @@ def test_a_call_that_no_backend_can_run(call: Any) -> None:
         assert re.search("not reference: (runs only when asked for|backend='cpu' was asked for)", str(caught.value))
 
 
-def test_gradients_on_a_gpu_are_computed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    able, tired = (SimpleNamespace(supports=lambda _, why=why: why) for why in (None, "it is tired"))
-    monkeypatch.setattr(dispatch, "load", lambda name: able if name == "triton" else tired)
-    taped = flash_kda.Problem(grad=True)
-    answer = flash_kda.explain(taped)
-    assert answer.backend is None
-    assert "gradients only when asked for with backend='triton'" in answer.reasons["triton"]
-    assert flash_kda.explain(taped, "triton").backend == "triton"
-    assert flash_kda.explain(flash_kda.Problem()).backend == "triton"
-
-
 def test_a_backend_that_cannot_be_imported_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(dispatch._MODULES, "cpu", "flash_kda.backends.missing")
     assert "cannot be imported" in flash_kda.explain(flash_kda.Problem(device="cpu")).reasons["cpu"]

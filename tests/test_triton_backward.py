@@ -46,7 +46,8 @@ def test_interpreter(name: str, interpreted_results: dict[str, str | None]) -> N
 
 # Compilation for each architecture.
 
-KERNELS = ("walk_states", "walk_gradient", "chunk_gradient", "head_gradient")
+# ``hard_chunk_gradient`` is the launch over chunks that one anchor does not serve.
+KERNELS = ("walks", "chunk_gradient", "hard_chunk_gradient", "head_gradient")
 
 
 @dataclass(frozen=True)
@@ -64,17 +65,17 @@ class Build:
     def __str__(self) -> str:
         p = self.problem
         name = f"sm_{self.capability}-{self.kernel}-{'bf16' if self.config.split else 'fp32'}-K{p.K}-V{p.V}-{p.gate}"
-        return f"{name}{'-packed' if p.packed else ''}"
+        return f"{name}{'-grouped' if p.HV else ''}{'-packed' if p.packed else ''}"
 
 
 # Bytes that a thread may spill, by kernel, whether tiles are bfloat16, and BK. What is absent may spill nothing.
 BUDGETS = {
-    ("walk_states", True): {},
-    ("walk_states", False): {128: 64, 256: 384},
-    ("walk_gradient", True): {64: 64, 128: 192, 256: 320},
-    ("walk_gradient", False): {128: 384, 256: 640},
-    ("chunk_gradient", True): {64: 192, 128: 256, 256: 256},
-    ("chunk_gradient", False): {16: 96, 64: 704, 128: 704, 256: 384},
+    ("walks", True): {64: 64, 128: 192, 256: 320},
+    ("walks", False): {16: 32, 128: 384, 256: 640},
+    ("chunk_gradient", True): {64: 32, 128: 512, 256: 192},
+    ("chunk_gradient", False): {16: 160, 64: 256, 128: 320, 256: 320},
+    ("hard_chunk_gradient", True): {64: 64, 128: 320, 256: 256},
+    ("hard_chunk_gradient", False): {16: 64, 64: 320, 128: 320, 256: 320},
     ("head_gradient", True): {},
     ("head_gradient", False): {128: 32},
 }
@@ -87,12 +88,15 @@ def builds() -> list[Build]:
     for capability, dtype, (K, V) in itertools.product(DEVICES, (torch.bfloat16, torch.float32), sizes):
         if capability != 90 and K < 128:
             continue
-        problem = Problem(B=1, T=8192, H=32, K=K, V=V, dtype=dtype)
-        found += [Build(kernel, capability, problem) for kernel in KERNELS]
-        if (capability, K, V) == (90, 128, 128):
-            found += [Build(kernel, capability, replace(problem, packed=True, N=4)) for kernel in KERNELS]
-            gates: tuple[GateKind, ...] = ("softplus", "log")
-            found += [Build("chunk_gradient", capability, replace(problem, gate=gate)) for gate in gates]
+        plain = Problem(B=1, T=8192, H=32, K=K, V=V, dtype=dtype)
+        is_common = (capability, K, V) == (90, 128, 128)
+        for problem in (plain, replace(plain, packed=True, N=4)) if is_common else (plain,):
+            # One anchor serves every chunk of a bounded gate, and the rows of one value head are whole at once.
+            changes = {"hard_chunk_gradient": {"gate": "log"}, "head_gradient": {"HV": 64}}
+            found += [Build(x, capability, replace(problem, **changes.get(x, {}))) for x in KERNELS]
+        if is_common:
+            others = ({"gate": "softplus"}, {"gate": "log"}, {"HV": 64})
+            found += [Build("chunk_gradient", capability, replace(plain, **change)) for change in others]
     return found
 
 
@@ -114,8 +118,9 @@ def described(problem: Problem, config: Config) -> tuple[dict[str, torch.dtype],
 
 def compile_one(build: Build) -> Built:
     dtypes, launches = described(build.problem, build.config)
-    (launch,) = (x for x in launches if x.kernel.__name__ == build.kernel)
-    return compile_launch(launch, dtypes, build.capability)
+    name, is_hard = build.kernel.removeprefix("hard_"), build.kernel.startswith("hard_")
+    kinds = [x for x in launches if x.kernel.__name__ == name]
+    return compile_launch(kinds[-1] if is_hard else kinds[0], dtypes, build.capability)
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +161,7 @@ def test_configurations_are_sound(device) -> None:
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 def test_backward_launches(packed: bool) -> None:
-    """The preparation as in the forward, two walks, chunks, heads; every parameter of a kernel has what it needs."""
+    """The preparation as in the forward, both walks, chunks, heads; every parameter of a kernel has what it needs."""
     pytest.importorskip("triton")
     gates: dict[GateKind, int] = {"lower_bound": 1, "softplus": 2, "log": 2}
     for gate, count in gates.items():
@@ -164,8 +169,14 @@ def test_backward_launches(packed: bool) -> None:
         dtypes, launches = described(problem, configure(problem, DEVICES[90]))
         N = 3 if packed else 1
         chunks = (140 // 32 + 1 + (3 if packed else 0)) * 4
-        assert [x.kernel.__name__ for x in launches] == ["prepare"] * count + list(KERNELS)
-        assert [x.programs for x in launches] == [chunks] * count + [N * 4 * 2] * 2 + [chunks * 2, 9 * 2]
+        names = ["prepare"] * count + ["walks"] + ["chunk_gradient"] * count + ["head_gradient"]
+        assert [x.kernel.__name__ for x in launches] == names
+        assert [x.programs for x in launches] == [chunks] * count + [2 * N * 4 * 2] + [chunks] * count + [9 * 2]
+        chosen = [x.values["CHUNKS"] for x in launches if x.kernel.__name__ in ("prepare", "chunk_gradient")]
+        assert chosen == [x for x in range(3) if (x == 0) == (count == 1)] * 2
+        alone = Problem(B=1, T=140, H=4, K=128, V=100, gate=gate, packed=packed, N=problem.N)
+        whole = described(alone, configure(alone, DEVICES[90]))[1]
+        assert [x.kernel.__name__ for x in whole] == names[:-1], "all channels of the only value head are whole rows"
         for launch in launches:
             assert set(launch.tensors) <= set(dtypes)
             first = len(launch.tensors)

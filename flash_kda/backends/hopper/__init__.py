@@ -11,6 +11,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from flash_kda.backends.reference import deliver
+from flash_kda.backends.triton import gradients as gradients  # part of this backend's interface
 from flash_kda.backends.triton import supports as triton_supports
 from flash_kda.backends.triton.config import CHUNK
 from flash_kda.types import DecodeInputs, Inputs, PrefillInputs, Problem, StepInputs
@@ -31,8 +33,6 @@ def supports(problem: Problem) -> str | None:
         return "has no kernel for decoding"
     if p.op == "prefill":
         return "keeps no states in a pool and none inside of sequences"
-    if p.grad:
-        return "computes no gradients"
     if p.dtype != torch.bfloat16:
         return f"takes bfloat16; the tensors are {p.dtype}"
     if p.K != 128 or p.V % 64:
@@ -54,7 +54,13 @@ def supports(problem: Problem) -> str | None:
 
 
 def run(inputs: Inputs, out: Tensor | None = None, final_state: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Output in v's dtype and final state. What does not start at a multiple of 16 bytes goes to the Triton kernels."""
+    """Output in v's dtype and final state. What does not start at a multiple of 16 bytes goes to the Triton kernels,
+    and so do gradients.
+    """
+    if inputs.problem.grad:
+        from flash_kda.backends.triton.autograd import run_with_grad
+
+        return deliver(*run_with_grad(inputs, "hopper", _forward()), out, final_state)
     return _forward()(inputs, out, final_state)
 
 
@@ -64,11 +70,6 @@ def _forward() -> Callable[[Inputs, Tensor | None, Tensor | None], tuple[Tensor,
     from flash_kda.backends.hopper.forward import forward
 
     return forward
-
-
-def gradients(inputs: Inputs, do: Tensor, dS: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Not reached: ``supports`` refuses problems with gradients."""
-    raise NotImplementedError(supports(inputs.signature.problem_with_gradient))
 
 
 def run_decode(call: DecodeInputs) -> tuple[Tensor, None]:

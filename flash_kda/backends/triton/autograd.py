@@ -1,26 +1,34 @@
-"""The Triton backend as a differentiable function: only the inputs are kept, everything else is made again."""
+"""A forward on the GPU as a differentiable function: only the inputs are kept, everything else is made again."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from flash_kda.backends.once import first_derivatives
 from flash_kda.backends.triton.backward import backward
-from flash_kda.backends.triton.forward import forward
+from flash_kda.backends.triton.forward import forward as triton_forward
 from flash_kda.types import Inputs, LogGate, gate_parameters
 
+# Output and final states of a checked call, into the tensors given.
+Forward: TypeAlias = Callable[[Inputs, Tensor | None, Tensor | None], tuple[Tensor, Tensor | None]]
 
-class TritonKDA(torch.autograd.Function):
-    """Arguments: the call without its tensors, then q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens."""
+
+class TapedKDA(torch.autograd.Function):
+    """Arguments: the backend's name and its forward, the call without its tensors, then q, k, v, g, beta, A_log,
+    dt_bias, initial_state, cu_seqlens.
+    """
 
     @staticmethod
-    def forward(ctx: Any, call: Inputs, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        ctx: Any, backend: str, forward: Forward, call: Inputs, *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.call = call
+        ctx.backend, ctx.call = backend, call
         ctx.save_for_backward(*tensors)
         return forward(with_tensors(call, tensors), None, None)
 
@@ -29,9 +37,9 @@ class TritonKDA(torch.autograd.Function):
         tensors: tuple[Tensor | None, ...] = ctx.saved_tensors
         with torch.no_grad():
             grads = backward(with_tensors(ctx.call, tensors), do, dS)
-        wanted = ctx.needs_input_grad[1:]
+        wanted = ctx.needs_input_grad[3:]
         grads = tuple(d if want else None for d, want in zip(grads, wanted, strict=False))
-        return None, *first_derivatives("triton", grads, (*tensors[:-1], do, dS)), None
+        return None, None, None, *first_derivatives(ctx.backend, grads, (*tensors[:-1], do, dS)), None
 
 
 def without_tensors(inputs: Inputs) -> Inputs:
@@ -42,15 +50,17 @@ def without_tensors(inputs: Inputs) -> Inputs:
 
 
 def with_tensors(call: Inputs, tensors: tuple[Tensor | None, ...]) -> Inputs:
-    """The call with tensors in the order of :class:`TritonKDA`."""
+    """The call with tensors in the order of :class:`TapedKDA`."""
     q, k, v, g, beta, A_log, dt_bias, S0, cu = tensors
     gate = call.gate if isinstance(call.gate, LogGate) else replace(call.gate, A_log=A_log, dt_bias=dt_bias)
     return call.replace(q=q, k=k, v=v, g=g, beta=beta, gate=gate, initial_state=S0, cu_seqlens=cu)
 
 
-def run_with_grad(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """Output and final states on the tape."""
+def run_with_grad(
+    inputs: Inputs, backend: str = "triton", forward: Forward = triton_forward
+) -> tuple[Tensor, Tensor | None]:
+    """Output and final states of a backend's forward on the tape; the gradients are those of the Triton backend."""
     x = inputs
     tensors = (x.q, x.k, x.v, x.g, x.beta, *gate_parameters(x.gate), x.initial_state, x.cu_seqlens)
-    o, S = TritonKDA.apply(without_tensors(x), *tensors)
+    o, S = TapedKDA.apply(backend, forward, without_tensors(x), *tensors)
     return o, S
