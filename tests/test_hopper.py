@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import Call, Case, inputs_of, oracle, spans_of
-from compare import assert_outputs, assert_same_bits, assert_states
+from cases import Call, Case, inputs_of, leaves, oracle, spans_of
+from compare import assert_outputs, assert_same_bits, assert_states, bits
 from compiling import registers_and_stack
 from test_triton import DEVICES, meta_inputs
 
@@ -349,6 +349,48 @@ def test_same_bits_and_final_state_in_place(cut: bool) -> None:
     forward(inputs_of(call | {"initial_state": S}), out, S)
     assert_same_bits(out, o, "o in place")
     assert_same_bits(S, state, "state in place")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_a_thousand_launches_give_the_same_bits(backend: str) -> None:
+    """Forward of whole sequences and of cut ones, and a hundred times forward and backward."""
+    for case in (PLAIN.but(T=4096, H=4), PLAIN.but(lengths=(700, 0, 1348), H=64), PLAIN.but(T=600, gate="softplus")):
+        call = bfloat16(case, "cuda") | {"backend": backend}
+        o, state = flash_kda.kda(**call)
+        changed = torch.zeros((), dtype=torch.bool, device="cuda")
+        for _ in range(1000):
+            again, state_again = flash_kda.kda(**call)
+            changed |= (bits(again) != bits(o)).any() | (bits(state_again) != bits(state)).any()
+        assert not changed, f"{case}: a launch gave other bits"
+        taped, found = leaves(call)
+        first = gradients(taped, found)
+        for _ in range(100):
+            for name, a, b in zip(found, gradients(taped, found), first, strict=True):
+                assert_same_bits(a, b, f"d{name}")
+
+
+def gradients(call: Call, found: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    o, state = flash_kda.kda(**call)
+    assert state is not None
+    return torch.autograd.grad(o.float().square().sum() + state.square().sum(), list(found.values()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [PLAIN, PLAIN.but(lengths=(70, 0, 129, 300), tail=40, HV=4, gate="softplus")], ids=str)
+def test_gradients_are_those_of_the_triton_backend(case: Case) -> None:
+    """They come from the inputs alone, so that which forward ran makes no difference to a linear loss."""
+    call = bfloat16(case, "cuda")
+    seed = torch.randn(call["v"].shape, generator=torch.Generator().manual_seed(3)).cuda().bfloat16()
+    found = []
+    for backend in ("auto", "triton"):
+        taped, wanted = leaves(call)
+        with flash_kda.record_backends() as ran:
+            o, _ = flash_kda.kda(**taped, backend=backend)
+        assert ran == ["hopper" if backend == "auto" else "triton"]
+        found.append(torch.autograd.grad(o, list(wanted.values()), seed))
+    for name, a, b in zip(wanted, *found, strict=True):
+        assert_same_bits(a, b, f"d{name}")
 
 
 @pytest.mark.gpu

@@ -134,6 +134,7 @@ CASES: tuple[Case, ...] = (
     *(decode(batch, heads, tokens) for tokens in (1, 4) for heads in (12, 32) for batch in (1, 32, 128, 256)),
     *(step(batch, heads) for heads in (12, 32) for batch in (1, 32, 128, 256)),
     *(uniform("train", 1, 8192, heads) for heads in (32, 64)),
+    uniform("train", 1, 32768, 4),
 )
 # What `--quick` measures: one long sequence with many and with few heads, uneven and even packed batches.
 QUICK_DECODE = ("b1-h12", "b128-h12", "b256-h32", "b128-t4-h12")

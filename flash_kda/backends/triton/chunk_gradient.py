@@ -22,6 +22,7 @@ from flash_kda.backends.triton.common import (
     exp2,
     first_slot,
     log2_decay,
+    prefetch,
     sequence_of_slot,
 )
 
@@ -215,6 +216,13 @@ def chunk_gradient(
             tl.store(p_dbias_part + chunk * BK + o_c, tl.zeros((BC,), tl.float32))
         return
 
+    # The states are needed last, and lie where only memory has them.
+    LINE: tl.constexpr = 128 * 8 // p_states.dtype.element_ty.primitive_bitwidth
+    o_line = tl.arange(0, triton.next_power_of_2(V * BK // LINE))
+    if V * BK % LINE == 0 and i_c == 0:
+        o_state = chunk * (V * BK) + tl.minimum(o_line, V * BK // LINE - 1) * LINE
+        prefetch(p_states + o_state)
+        prefetch(p_dstates + o_state)
     o_r = tl.arange(0, C)
     row, column = o_r[:, None], o_r[None, :]
     m_t = first + o_r < length

@@ -27,6 +27,14 @@ def exp2(x):
 
 
 @triton.jit
+def prefetch(p):
+    """Bring the 128 bytes around each address into the L2 cache."""
+    if not INTERPRETED:
+        asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+        tl.inline_asm_elementwise(asm, "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def reciprocal(x):
     """``1 / x`` within one unit in the last place."""
     if INTERPRETED:
