@@ -51,7 +51,7 @@ GROUP = 20
 # Held-out excerpts that are judged on the way.
 JUDGED = 8
 # Tokens of a chunk of the float32 reference, whose memory is quadratic in it.
-CHUNK = 32
+CHUNK = 64
 
 
 def unchanged(model: ByteLM) -> None:

@@ -30,10 +30,12 @@ Found = dict[str, Tensor]
 
 
 def seeds(call: Call) -> tuple[Tensor, Tensor]:
-    """Gradients of the output and of the final states, drawn from a seed."""
+    """Gradients of the output and of the final states, drawn from a seed, where the call's tensors are."""
     inputs = inputs_of(call)
     rng = torch.Generator().manual_seed(99)
-    return torch.randn(inputs.v.shape, generator=rng), torch.randn(inputs.state_shape, generator=rng)
+    drawn = [torch.randn(shape, generator=rng) for shape in (inputs.v.shape, inputs.state_shape)]
+    do, dS = (x.to(inputs.v.device) for x in drawn)
+    return do, dS
 
 
 def run(call: Call, do: Tensor, dS: Tensor | None) -> Found:
@@ -74,7 +76,7 @@ def compare(got: Found, want: Found, call: Call, tolerance: float) -> None:
         elif name in TENSORS:
             assert_outputs(d, w, call, tolerance, f"d{name}")
         else:
-            d, w = d.detach().cpu().double(), w.reshape(d.shape)
+            d, w = d.detach().cpu().double(), w.cpu().reshape(d.shape)
             error = float((d - w).norm() / w.norm().clamp(min=1e-30))
             assert error <= tolerance, f"d{name}: RMSE ratio {error:.3g}, allowed {tolerance:.3g}"
 
@@ -88,7 +90,7 @@ def errors(got: Found, want: Found) -> dict[str, float]:
     assert got.keys() == want.keys(), f"got gradients of {list(got)}, expected those of {list(want)}"
     found = {}
     for name, w in want.items():
-        d = got[name].detach().cpu().double().reshape(w.shape)
+        d = got[name].detach().double().reshape(w.shape)
         # Heads first: they are the third dimension of rows, the second of states, the first of dt_bias.
         dim = {"A_log": None, "dt_bias": 0, "initial_state": 1}.get(name, 2)
         pairs = [(d, w.double())] if dim is None else zip(d.unbind(dim), w.double().unbind(dim), strict=True)
@@ -105,6 +107,11 @@ def seeds_of_squares(call: Call) -> tuple[Tensor, Tensor]:
     return o.to(call["v"].dtype), 0.1 * S.float()
 
 
+def half_tolerance(case: Case) -> dict[str, float]:
+    """With beta up to 2, what gives its gradient cancels more."""
+    return HALF_TOLERANCE | ({"beta": 8e-3} if case.neg else {})
+
+
 def half_errors(call: Call, gradients: Callable[[Call, Tensor, Tensor], Found]) -> dict[str, float]:
     """:func:`errors` of half-precision inputs: of rows and states by random gradients, of parameters by squares."""
     do, dS = seeds(call)
@@ -119,7 +126,7 @@ def half(case: Case) -> None:
     """bfloat16 tiles as a GPU rounds them: pairs for the squares, parts that rounding lost, operands in float16."""
     with as_on_a_gpu():
         found = half_errors(case.build(), run)
-    assert all(x <= HALF_TOLERANCE[name] for name, x in found.items()), f"RMSE ratios {found}"
+    assert all(x <= half_tolerance(case)[name] for name, x in found.items()), f"RMSE ratios {found}"
 
 
 def collinear() -> None:

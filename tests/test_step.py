@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import stepping
 import torch
-from cases import Target, targets
+from cases import Target, skip_if_declined, targets
 from compare import assert_close, assert_same_bits, bits
 from decoding import BASE, DecodeCase
-from stepping import CASES, CONVOLVED, ROWS, SMALL, WIDE, StepCase, parameters, rows_case, run, tensors_of
+from stepping import CASES, CONVOLVED, ROWS, SMALL, WIDE, StepCase, checked, parameters, rows_case, run, tensors_of
 from torch.nn import functional as F
 
 import flash_kda
@@ -36,6 +36,7 @@ def test_it_is_its_parts_one_by_one(target: Target, bias: bool) -> None:
     """The layer's convolutions, ``kda_decode`` and the layer's norm, for six tokens that go on from each other."""
     case = StepCase(DecodeCase(BASE, index="own"), bias=bias)
     call, parts = case.build(target.device), case.build(target.device)
+    skip_if_declined(target, checked(call).problem)
     norm = GatedRMSNorm(24, case.eps).to(target.device)
     norm.weight.data = parts["norm_weight"]
     convolutions, states = {}, {}

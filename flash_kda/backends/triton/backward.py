@@ -21,7 +21,7 @@ from flash_kda.backends.triton.forward import Written, describe, device_facts, s
 from flash_kda.backends.triton.launch import Launch, Plan, Scratch
 from flash_kda.backends.triton.prepare import prepare
 from flash_kda.backends.triton.walks import walks
-from flash_kda.types import Inputs, Signature, gate_parameters
+from flash_kda.types import Inputs, Problem, Signature, gate_parameters
 
 # What is passed to the kernels, by the names of their parameters without ``p_``. The preparation clears the rows of o
 # past the last sequence: these are dv's.
@@ -41,26 +41,23 @@ class GradientConfig:
 
     Attributes:
         BC, BV: channels of a program, and value columns that it takes at a time, of the chunks' gradients.
-        unroll: rounds of these columns that are one.
         warps, walk_warps: per program. walk_stages: chunks in flight in the walks.
     """
 
     BC: int
     BV: int
-    unroll: int
     warps: int
     walk_warps: int
     walk_stages: int
 
 
-def configure_gradient(config: Config) -> GradientConfig:
+def configure_gradient(problem: Problem, config: Config) -> GradientConfig:
     """The backward's configuration beside the forward's."""
     return GradientConfig(
         # All channels at once where registers hold them: gradients of normalised rows are then whole.
         BC=config.BK if config.split and config.BK <= 128 else min(config.BK, 64),
-        BV=config.BV,
-        # Both halves of the usual V = 128 at once: nothing then waits between them.
-        unroll=2 if config.split else 1,
+        # The usual V = 128 at once: nothing then waits between rounds.
+        BV=2 * config.BV if config.split and problem.V > config.BV else config.BV,
         warps=8 if config.BK >= 64 else 4,
         walk_warps=config.recurrence_warps,
         walk_stages=min(config.stages, 2) if config.split else 1,
@@ -90,7 +87,7 @@ class Gradients:
 
 def describe_backward(call: Signature, config: Config, of_dS: Written | None) -> tuple[Scratch, list[Launch]]:
     """Scratch memory, and launches in their order. T and N are at least 1. See ``forward.describe``."""
-    p, own = call.problem, configure_gradient(config)
+    p, own = call.problem, configure_gradient(call.problem, config)
     HV, N, C, BK = p.HV or p.H, p.N or p.B, config.C, config.BK
     chunks = slots(p, C) * HV
     tile = torch.bfloat16 if config.split else torch.float32
@@ -116,7 +113,6 @@ def describe_backward(call: Signature, config: Config, of_dS: Written | None) ->
         "WALK_STAGES": own.walk_stages,
         "GRADIENT_BC": own.BC,
         "GRADIENT_BV": own.BV,
-        "GRADIENT_UNROLL": own.unroll,
         "B": p.B,
         "H": p.H,
         "ROWS": ROWS,

@@ -184,7 +184,7 @@ def chunk_gradient(
     GATE: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, QK_L2NORM: tl.constexpr,
     BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr, PACKED: tl.constexpr, SEARCH: tl.constexpr,
     GRADIENT_BC: tl.constexpr, GRADIENT_BV: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
-    GRADIENT_UNROLL: tl.constexpr, LEAST_BETA: tl.constexpr, CHUNKS: tl.constexpr, WHOLE_ROWS: tl.constexpr,
+    LEAST_BETA: tl.constexpr, CHUNKS: tl.constexpr, WHOLE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """One (chunk, value head, block of GRADIENT_BC channels).
 
@@ -232,7 +232,7 @@ def chunk_gradient(
     p_U += chunk * (C * V) + o_r[:, None] * V
     dM = tl.zeros((C, C), tl.float32)
     minus_dP = tl.zeros((C, C), tl.float32)
-    for v in tl.range(0, V, GRADIENT_BV, num_stages=1, loop_unroll_factor=GRADIENT_UNROLL):
+    for v in tl.range(0, V, GRADIENT_BV, num_stages=1):
         o_v = v + tl.arange(0, GRADIENT_BV)[None, :]
         m_row = m_t[:, None] & (o_v < V)
         b_do = tl.load(p_do + o_v, mask=m_row, other=0.0).to(TILE)
@@ -302,7 +302,7 @@ def chunk_gradient(
     minus_dK_plus = tl.zeros((C, BC), tl.float32)
     dK_end = tl.zeros((C, BC), tl.float32)
     S_dS = tl.zeros((BC,), tl.float32)
-    for v in tl.range(0, V, GRADIENT_BV, num_stages=1, loop_unroll_factor=GRADIENT_UNROLL):
+    for v in tl.range(0, V, GRADIENT_BV, num_stages=1):
         o_v = v + tl.arange(0, GRADIENT_BV)
         m_v = o_v < V
         m_row = m_t[:, None] & m_v[None, :]
