@@ -317,7 +317,7 @@ def test_curve_command(target: Target, tmp_path: Path, monkeypatch: pytest.Monke
     invoke(monkeypatch, "curve", *options(target, tmp_path), "--steps", "5", "--batch", "2", "--seq", "70")
     _, (reference, half, single) = results_of(tmp_path, "train-lm-curve")
     assert [(row["impl"], row["backend"], row["dtype"]) for row in (reference, half, single)] == [
-        ("reference", "chunks of 32 tokens", "float32"),
+        ("reference", "chunks of 64 tokens", "float32"),
         ("flash_kda", target.backend, "bfloat16"),
         ("flash_kda", target.backend, "float32"),
     ]
