@@ -58,8 +58,7 @@ def kda(
 
     Returns:
         ``o`` ``[B, T, HV, V]`` in v's dtype, and the final state (the initial state's dtype, otherwise float32), or
-        None. The inputs are never changed. Gradients flow to q, k, v, g, beta, A_log, dt_bias and initial_state; on a
-        GPU with ``backend="triton"`` only.
+        None. The inputs are never changed. Gradients flow to q, k, v, g, beta, A_log, dt_bias and initial_state.
 
     Under ``torch.compile`` a call is one operator of the graph, ``flash_kda::forward``, and its gradients are another,
     ``flash_kda::backward``; these can be taken once.

@@ -103,7 +103,7 @@ def seeds_of_squares(call: Call) -> tuple[Tensor, Tensor]:
 
     In sums over all tokens the terms of random gradients cancel, and what is left may be less than their rounding.
     """
-    o, S = oracle(call)
+    o, S = (x.to(call["v"].device) for x in oracle(call))
     return o.to(call["v"].dtype), 0.1 * S.float()
 
 

@@ -132,15 +132,14 @@ def train(
 
     Args:
         out, append: as for :func:`prefill`.
-        cases, gates, backends: names; none means all cases, strong gates and the Triton backend.
+        cases, gates, backends: names; none means all cases, strong gates and "auto".
         peers: whether FLA is measured beside us.
     """
     given = [*(f"--case {name}" for name in cases), *(f"--gates {name}" for name in gates)]
     given += [*(f"--backend {name}" for name in backends), *([] if peers else ["--no-peers"])]
     names = chosen(cases, list(shapes.cases("train")), "--case")
     wanted = chosen(gates or ("strong",), shapes.GATES, "--gates")
-    # By its name, since "auto" leaves gradients on a GPU alone.
-    backends = chosen(backends or ["triton"], ["auto", *flash_kda.BACKENDS], "--backend")
+    backends = chosen(backends or ["auto"], ["auto", *flash_kda.BACKENDS], "--backend")
     require_gpu("bench train", "There is no other use for its figures.")
     options = training.Options(names, tuple(kind for kind in shapes.GATES if kind in wanted), backends, peers)
     return _measure("train", given, out, append, lambda keep: training.run(options, say, keep))
