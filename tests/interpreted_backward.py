@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -45,7 +46,7 @@ def run(call: Call, do: Tensor, dS: Tensor | None) -> Found:
     facts = {"device_facts": lambda index: H200}
     with mock.patch.multiple(forward, **facts), mock.patch.multiple(backward, **facts):
         backward.plan.cache_clear()
-        found = backward.compute(inputs_of(call), do, dS)
+        found = backward.compute_in_parts(inputs_of(call), do, dS)
     return {name: x for name, x in zip(NAMES, found, strict=True) if x is not None}
 
 
@@ -232,6 +233,25 @@ def spoilt(name: str, gate: str, value: float) -> None:
     assert_same_bits(got["initial_state"][1], clean["initial_state"][1], "dinitial_state of the other sequence")
 
 
+def in_parts(case: Case, rounds: int) -> None:
+    """Batch rows or heads in rounds, as where memory would not hold all: the bits of one round."""
+    from flash_kda.backends.triton import backward
+
+    call = case.build()
+    do, dS = seeds(call)
+    whole = run(call, do, dS)
+    small = {"H200": replace(H200, multiprocessors=2)}
+    counted = mock.patch.object(backward, "compute", side_effect=backward.compute)
+    with mock.patch.dict(globals(), small), mock.patch.object(backward, "MOST_ROWS", 40), counted as compute:
+        got = run(call, do, dS)
+    assert compute.call_count == rounds, f"{compute.call_count} rounds"
+    for name, x in whole.items():
+        if name in ("A_log", "dt_bias") and case.B > 1:
+            torch.testing.assert_close(got[name], x, rtol=1e-5, atol=1e-6)
+        else:
+            assert_same_bits(got[name], x, f"d{name}")
+
+
 def same_bits() -> None:
     """Two runs agree bit for bit, and a sequence does not depend on its neighbours."""
     call = Case(lengths=(33, 0, 64, 5), gate="softplus", HV=4).build()
@@ -284,6 +304,9 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"half {case}": partial(half, case) for case in _HALF},
     "strided": strided,
     "output alone": output_alone,
+    "in parts, batch": partial(in_parts, Case(B=3, T=20, H=1, HV=2, gate="softplus"), 3),
+    "in parts, batch and heads": partial(in_parts, Case(B=2, T=40, H=2, HV=4, dt_bias="flat", layout="kv"), 4),
+    "in parts, heads": partial(in_parts, Case(lengths=(30, 0, 17), tail=3, H=5, gate="log"), 5),
     "same bits": same_bits,
     **{
         f"spoilt {name} {gate} {value}": partial(spoilt, name, gate, value)

@@ -21,7 +21,7 @@ from flash_kda.backends.triton.forward import Written, describe, device_facts, s
 from flash_kda.backends.triton.launch import Launch, Plan, Scratch
 from flash_kda.backends.triton.prepare import prepare
 from flash_kda.backends.triton.walks import walks
-from flash_kda.types import Inputs, Problem, Signature, gate_parameters
+from flash_kda.types import Inputs, LogGate, Problem, Signature, gate_parameters
 
 # What is passed to the kernels, by the names of their parameters without ``p_``. The preparation clears the rows of o
 # past the last sequence: these are dv's.
@@ -33,6 +33,8 @@ TENSORS = (
 LEAST_BETA = 2.0**-30
 # Tokens that a program of the sums over value heads takes.
 ROWS = 16
+# Tokens x value heads whose states and tiles are in memory at a time: 1.7 GB of them at K = V = 128.
+MOST_ROWS = 2**19
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ Planner: TypeAlias = Callable[[Signature, Written | None], Plan]
 
 
 def allocate(inputs: Inputs, config: Config) -> Gradients:
-    """Memory for the gradients; rows past the last sequence are zero where no kernel writes them."""
+    """Memory for the gradients of one round; rows past the last sequence are zero where no kernel writes them."""
     x = inputs
     new = torch.empty if x.cu_seqlens is None else torch.zeros
     parts = (slots(x.signature.problem, config.C), x.v.shape[2], config.BK)
@@ -169,8 +171,12 @@ def allocate(inputs: Inputs, config: Config) -> Gradients:
     )
 
 
-def compute(inputs: Inputs, do: Tensor, dS: Tensor | None, planner: Planner = plan) -> tuple[Tensor | None, ...]:
-    """:func:`backward` on the current device, where T and N are at least 1."""
+# Of q, k, v, g, beta, A_log, dt_bias (both still float32) and the initial state.
+Found: TypeAlias = tuple[Tensor | None, ...]
+
+
+def compute(inputs: Inputs, do: Tensor, dS: Tensor | None, planner: Planner = plan) -> Found:
+    """:func:`backward` on the current device in one round of launches, where T and N are at least 1."""
     p = inputs.signature.problem
     A_log, dt_bias = gate_parameters(inputs.gate)
     cu = inputs.cu_seqlens
@@ -188,15 +194,73 @@ def compute(inputs: Inputs, do: Tensor, dS: Tensor | None, planner: Planner = pl
     )
     planner(inputs.signature, None if dS is None else (dS.dtype, dS.stride()))(tensors)
     # The second stage of the sums over tokens; the first is each chunk's own.
-    dA_log = None if found.dA_part is None or A_log is None else found.dA_part.sum((0, 2)).to(A_log.dtype)
-    bias = found.dbias_part
-    dbias = None if bias is None or dt_bias is None else bias.sum(0)[:, : p.K].to(dt_bias.dtype)
+    dA_log = None if found.dA_part is None else found.dA_part.sum((0, 2))
+    dbias = None if found.dbias_part is None else found.dbias_part.sum(0)[:, : p.K]
     return found.dq, found.dk, found.dv, found.dg, found.dbeta, dA_log, dbias, found.dS0
 
 
-def backward(
-    inputs: Inputs, do: Tensor | None, dS: Tensor | None, planner: Planner = plan
-) -> tuple[Tensor | None, ...]:
+def _rows_of_batch(inputs: Inputs, rows: slice) -> Inputs:
+    """The call for some batch rows."""
+    S = inputs.initial_state
+    given = {name: getattr(inputs, name)[rows] for name in ("q", "k", "v", "g", "beta")}
+    return inputs.replace(**given, initial_state=None if S is None else S[rows])
+
+
+def _heads(inputs: Inputs, heads: slice, own: slice) -> Inputs:
+    """The call for some of q's heads and their own value heads."""
+    gate, S = inputs.gate, inputs.initial_state
+    if not isinstance(gate, LogGate):
+        A_log, dt_bias = (None if x is None else x[own] for x in gate_parameters(gate))
+        gate = replace(gate, A_log=A_log, dt_bias=dt_bias)
+    given = {name: getattr(inputs, name)[:, :, heads] for name in ("q", "k")}
+    given |= {name: getattr(inputs, name)[:, :, own] for name in ("v", "g", "beta")}
+    return inputs.replace(**given, gate=gate, initial_state=None if S is None else S[:, own])
+
+
+def _join(parts: list[Found], of_rows: int, of_parameters: int | None, of_states: int) -> Found:
+    """The whole from its parts, along these dimensions; parameters without one are added in order."""
+    dims = (*(of_rows,) * 5, *(of_parameters,) * 2, of_states)
+    by_tensor = [list(x) for x in zip(*parts, strict=True)]
+    parts.clear()
+    found: list[Tensor | None] = []
+    for dim in dims:
+        # One after the other, so that at most one is there twice.
+        x = [d for d in by_tensor.pop(0) if d is not None]
+        found.append(None if not x else torch.cat(x, dim) if dim is not None else torch.stack(x).sum(0))
+    return tuple(found)
+
+
+def compute_in_parts(inputs: Inputs, do: Tensor, dS: Tensor | None, planner: Planner = plan) -> Found:
+    """:func:`compute`, in several rounds where the memory of one would have more than MOST_ROWS rows.
+
+    Batch rows come first, then heads, of which a round has no fewer than keep every multiprocessor walking. Tokens stay
+    together.
+    """
+    p = inputs.signature.problem
+    HV, N = p.HV or p.H, p.N or p.B
+    group = HV // p.H
+    parts: list[Found] = []
+    if p.B > 1:
+        count = max(1, MOST_ROWS // (p.T * HV))
+        if count >= p.B:
+            return compute(inputs, do, dS, planner)
+        for rows in (slice(b, b + count) for b in range(0, p.B, count)):
+            of_rows = None if dS is None else dS[rows]
+            parts.append(compute_in_parts(_rows_of_batch(inputs, rows), do[rows], of_rows, planner))
+        return _join(parts, 0, None, 0)
+    device = device_facts(inputs.signature.device.index)
+    walks = N * group * math.ceil(p.V / configure(p, device).BV)
+    count = max(1, MOST_ROWS // (p.T * group), math.ceil(device.multiprocessors / walks))
+    if count >= p.H:
+        return compute(inputs, do, dS, planner)
+    for first in range(0, p.H, count):
+        heads, own = slice(first, first + count), slice(first * group, (first + count) * group)
+        of_heads = None if dS is None else dS[:, own]
+        parts.append(compute(_heads(inputs, heads, own), do[:, :, own], of_heads, planner))
+    return _join(parts, 2, 0, 1)
+
+
+def backward(inputs: Inputs, do: Tensor | None, dS: Tensor | None, planner: Planner = plan) -> Found:
     """Gradients of q, k, v, g, beta, A_log, dt_bias ``[HV, K]`` and initial_state, each in its tensor's dtype.
 
     Args:
@@ -211,4 +275,7 @@ def backward(
     if do is None:
         do = torch.zeros(inputs.v.shape, dtype=inputs.v.dtype, device=device)
     with torch.cuda.device(device):
-        return compute(inputs, do, dS, planner)
+        found = compute_in_parts(inputs, do, dS, planner)
+    of_parameters = zip(found[5:7], gate_parameters(inputs.gate), strict=True)
+    converted = (None if d is None or x is None else d.to(x.dtype) for d, x in of_parameters)
+    return *found[:5], *converted, found[7]
