@@ -1,4 +1,4 @@
-"""Compiling kernels without a GPU: builds under way in other processes, and what the assembler says of a kernel."""
+"""Kernels without a GPU: launches described on tensors without data, and what the compiler makes of them."""
 
 from __future__ import annotations
 
@@ -6,31 +6,151 @@ import multiprocessing
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from torch import Tensor
 
-Build = TypeVar("Build")
-Built = TypeVar("Built")
+from flash_kda.backends.triton.config import Device
+from flash_kda.types import Inputs, LogGate, LowerBoundGate, Problem, SoftplusGate
+
+if TYPE_CHECKING:
+    from flash_kda.backends.triton.launch import Launch
+
+Dtypes = dict[str, torch.dtype]
+
+DEVICES = {
+    80: Device(80, 108, 166912, 167936),
+    90: Device(90, 132, 232448, 233472),
+    100: Device(100, 148, 232448, 233472),
+    120: Device(120, 170, 101376, 102400),
+}
+TENSOR_MEMORY = 512  # columns
 
 
-def builds_under_way(
-    request: pytest.FixtureRequest, test: Callable[..., None], compile_one: Callable[[Build], Built]
-) -> Iterator[dict[Build, Future[Built]]]:
-    """The builds for which the test was selected, under way in two processes: the body of a fixture of its module."""
-    pytest.importorskip("triton")
-    selected = [
-        item.callspec.params["build"]
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.function is test
-    ]
-    # Not a fork: torch's threads would not be in it.
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield {build: pool.submit(compile_one, build) for build in selected}
-        pool.shutdown(cancel_futures=True)
+def devices() -> list[Any]:
+    return [pytest.param(device, id=f"sm_{capability}") for capability, device in DEVICES.items()]
+
+
+# Launches on tensors without data.
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def meta_inputs(problem: Problem) -> Inputs:
+    """The problem's arguments as tensors without data."""
+    p = problem
+    HV, N = p.HV or p.H, p.N or p.B
+    A_log, dt_bias = meta(HV), meta(HV, p.K)
+    gates = {"lower_bound": LowerBoundGate(A_log, dt_bias), "softplus": SoftplusGate(A_log, dt_bias), "log": LogGate()}
+    return Inputs(
+        q=meta(p.B, p.T, p.H, p.K, dtype=p.dtype),
+        k=meta(p.B, p.T, p.H, p.K, dtype=p.dtype),
+        v=meta(p.B, p.T, HV, p.V, dtype=p.dtype),
+        g=meta(p.B, p.T, HV, p.K, dtype=p.dtype),
+        beta=meta(p.B, p.T, HV, dtype=p.dtype),
+        gate=gates[p.gate],
+        scale=p.K**-0.5,
+        initial_state=meta(N, HV, p.V, p.K, dtype=p.state_dtype),
+        output_final_state=True,
+        cu_seqlens=meta(N + 1, dtype=torch.int32) if p.packed else None,
+        qk_l2norm=True,
+        beta_is_logit=True,
+        allow_neg_eigval=False,
+        state_layout="vk",
+    )
+
+
+def meta_rows(problem: Problem, layout: str) -> Inputs:
+    """The same for a call whose states are in a pool."""
+    return meta_inputs(problem).replace(initial_state=None, output_final_state=False, state_layout=layout)
+
+
+def meta_pool(inputs: Inputs, dtype: torch.dtype) -> Tensor:
+    """Four slots for each sequence, and one."""
+    N, *shape = inputs.state_shape
+    return meta(4 * N + 1, *shape, dtype=dtype)
+
+
+def dtypes_of(names: Sequence[str], tensors: Sequence[Tensor | None], absent: torch.dtype) -> Dtypes:
+    """The dtypes of what launches are passed, by name; of q, say, for what is ``absent``, as it is stood in for."""
+    return {name: absent if x is None else x.dtype for name, x in zip(names, tensors, strict=True)}
+
+
+def assert_nothing_is_missing(launch: Launch, dtypes: Dtypes) -> None:
+    """Every parameter of the kernel has what it needs."""
+    names, first = launch.kernel.arg_names, len(launch.tensors)
+    assert set(launch.tensors) <= set(dtypes)
+    assert [f"p_{name}" for name in launch.tensors] == names[:first], "tensors come first"
+    assert set(names[first:]) <= set(launch.values)
+    assert first + len(launch.arguments) == len(names)
+    for parameter in launch.kernel.params[first:]:
+        if parameter.is_constexpr:
+            continue
+        # Strides are integers that Triton may specialise on; of other numbers it must not.
+        is_stride = re.fullmatch(r"\w+_[bchkntvw]", parameter.name) is not None
+        assert is_stride != parameter.do_not_specialize, parameter.name
+        assert not is_stride or type(launch.values[parameter.name]) is int, parameter.name
+
+
+# Compilation.
+
+
+@dataclass(frozen=True)
+class Built:
+    """What became of a kernel.
+
+    Attributes:
+        stack: what a thread spills, in bytes.
+        wide_loads, wide_stores: of 16 bytes by a thread.
+        arithmetic: how many multiply-adds, products, sums and differences.
+        order: loads from and stores to memory, and barriers, as the compiler has them in the end.
+    """
+
+    error: str | None = None
+    registers: int = 0
+    stack: int = 0
+    shared: int = 0
+    tensor_memory: int = 0
+    wgmma: bool = False
+    wide_loads: int = 0
+    wide_stores: int = 0
+    arithmetic: tuple[int, ...] = ()
+    order: tuple[str, ...] = ()
+
+
+def source_of(launch: Launch, dtypes: Dtypes) -> Any:
+    """What Triton compiles for a launch with aligned pointers, specialised as its launch does."""
+    from triton.compiler import ASTSource
+
+    types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8", torch.int32: "i32"}
+    types |= {torch.int64: "i64", torch.bool: "i1"}
+    signature: dict[str, str] = {}
+    constants, divisible = {}, []
+    for i, parameter in enumerate(launch.kernel.params):
+        name, free = parameter.name, not parameter.do_not_specialize
+        if name.startswith("p_"):
+            signature[name] = f"*{types[dtypes[name[2:]]]}"
+            divisible.append(i)
+            continue
+        value = launch.values[name]
+        if parameter.is_constexpr or (free and value == 1):
+            signature[name] = "constexpr"
+            constants[name] = value
+            continue
+        signature[name] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
+        if free and value % 16 == 0:
+            divisible.append(i)
+    return ASTSource(launch.kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in divisible})
 
 
 def registers_and_stack(compiled: Any) -> tuple[int, int]:
@@ -44,3 +164,70 @@ def registers_and_stack(compiled: Any) -> tuple[int, int]:
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
     return int(found[1]), int(found[2])
+
+
+def compile_launch(
+    launch: Launch, dtypes: Dtypes, capability: int, source_of: Callable[[Launch, Dtypes], Any] = source_of
+) -> Built:
+    """Compile a launch whose tensors have these dtypes in this process; errors are told, not raised."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    target = GPUTarget("cuda", capability, 32)
+    try:
+        compiled = triton.compile(source_of(launch, dtypes), target=target, options=dict(launch.options))
+    except Exception as error:
+        return Built(error=f"{type(error).__name__}: {error}")
+    registers, stack = registers_and_stack(compiled)
+    ptx, ttgir = compiled.asm["ptx"], compiled.asm["ttgir"]
+    return Built(
+        registers=registers,
+        stack=stack,
+        shared=compiled.metadata.shared,
+        tensor_memory=getattr(compiled.metadata, "tmem_size", None) or 0,
+        wgmma="wgmma.mma_async" in ptx,
+        wide_loads=ptx.count("ld.global.v4.b32"),
+        wide_stores=ptx.count("st.global.v4.b32"),
+        arithmetic=tuple(ptx.count(f"{kind}.f32") for kind in ("fma.rn", "mul", "add", "sub")),
+        order=tuple(re.findall(r"tt\.load|tt\.store|gpu\.barrier", ttgir)),
+    )
+
+
+def assert_fits(built: Built, capability: int, spills: int = 0) -> None:
+    """It compiled, fits into the device, and spills no more than these bytes."""
+    assert built.error is None, built.error
+    assert built.shared <= DEVICES[capability].shared_memory
+    assert built.tensor_memory <= TENSOR_MEMORY
+    assert built.stack <= spills, f"{built.stack} bytes of spills with {built.registers} registers"
+
+
+@dataclass(frozen=True)
+class Build(ABC):
+    """A kernel of one problem on one architecture. Its string is the id of its test."""
+
+    capability: int
+    problem: Problem
+
+    @abstractmethod
+    def launch(self) -> tuple[Dtypes, Launch]:
+        """The kernel's launch, and the dtypes of all that is passed, by name."""
+
+    def compile(self) -> Built:
+        dtypes, launch = self.launch()
+        return compile_launch(launch, dtypes, self.capability)
+
+
+def every(builds: Sequence[Build]) -> Callable[..., Any]:
+    """For a test that is told a ``build`` and what became of it, as ``built``: a test for each of them."""
+    cases = pytest.mark.parametrize("build", [pytest.param(build, id=str(build)) for build in builds])
+    return lambda test: pytest.mark.offline(cases(test))
+
+
+@contextmanager
+def under_way(builds: Sequence[Build]) -> Iterator[Mapping[Build, Future[Built]]]:
+    """The builds, under way in two processes."""
+    pytest.importorskip("triton")
+    # Not a fork: torch's threads would not be in it.
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield {build: pool.submit(build.compile) for build in builds}
+        pool.shutdown(cancel_futures=True)

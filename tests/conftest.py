@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 import torch
+from compiling import Build, Built, under_way
+from interpreting import results_of
 
-from flash_kda import dispatch
+from flash_kda import dispatch, forms
 
 # The cases are small: one thread is faster than two that wait for each other.
 torch.set_num_threads(1)
@@ -28,3 +32,48 @@ def fresh_choices() -> Iterator[None]:
     dispatch._choose.cache_clear()
     yield
     dispatch._choose.cache_clear()
+
+
+@pytest.fixture
+def no_known_forms() -> Iterator[None]:
+    """Forms of calls are remembered with their launches; a test that counts these must not meet or leave one."""
+    forms.form.cache_clear()
+    yield
+    forms.form.cache_clear()
+
+
+def selected(request: pytest.FixtureRequest, parameter: str, fixture: str) -> list[Any]:
+    """A parameter's values in the selected tests of the asking file that use the fixture."""
+    return [
+        item.callspec.params[parameter]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.module is request.module and fixture in item.fixturenames
+    ]
+
+
+@pytest.fixture(scope="module")
+def interpreted_results(request: pytest.FixtureRequest) -> dict[str, str | None]:
+    """What a file's cases in Triton's interpreter gave, from one process."""
+    cases = selected(request, "went_wrong", "went_wrong")
+    (module,) = {module for module, _ in cases}
+    return results_of(module, [name for _, name in cases])
+
+
+@pytest.fixture
+def went_wrong(request: pytest.FixtureRequest, interpreted_results: dict[str, str | None]) -> str | None:
+    """What went wrong in a case in Triton's interpreter: see ``interpreted_cases``."""
+    _, name = request.param
+    return interpreted_results[name]
+
+
+@pytest.fixture(scope="module")
+def builds_under_way(request: pytest.FixtureRequest) -> Iterator[Mapping[Build, Future[Built]]]:
+    """A file's builds, under way in other processes while the first ones are judged."""
+    with under_way(selected(request, "build", "built")) as found:
+        yield found
+
+
+@pytest.fixture
+def built(build: Build, builds_under_way: Mapping[Build, Future[Built]]) -> Built:
+    """What became of a test's build."""
+    return builds_under_way[build].result()

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ import torch
 import flash_kda
 
 Cases = Mapping[str, Callable[[], None]]
+Test = TypeVar("Test", bound=Callable[..., Any])
 
 
 def run_cases(cases: Cases, names: list[str]) -> dict[str, str | None]:
@@ -47,16 +49,21 @@ def main(cases: Cases) -> None:
     json.dump(run_cases(cases, sys.argv[1:] or list(cases)), sys.stdout, indent=1)
 
 
-def selected_results(request: pytest.FixtureRequest, module: ModuleType, test: str) -> dict[str, str | None]:
-    """What the cases of a module gave for which the test of the asking file was selected, from one process."""
+def interpreted_cases(module: ModuleType) -> Callable[[Test], Test]:
+    """For a test that is told, as ``went_wrong``, what went wrong in a case of the module: a test for each of them."""
+    cases = [pytest.param((module, name), id=name) for name in module.CASES]
+
+    def mark(test: Test) -> Test:
+        return pytest.mark.interpreter(pytest.mark.parametrize("went_wrong", cases, indirect=True)(test))
+
+    return mark
+
+
+def results_of(module: ModuleType, names: list[str]) -> dict[str, str | None]:
+    """What some cases of a module gave, from one process."""
     pytest.importorskip("triton")
-    selected = {
-        item.callspec.params["name"]
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.module is request.module and item.originalname == test
-    }
     assert module.__file__
-    command = [sys.executable, module.__file__, *(name for name in module.CASES if name in selected)]
+    command = [sys.executable, module.__file__, *names]
     # The package under test, wherever an installed one lies.
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(flash_kda.__file__).parents[1])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -6,15 +6,14 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
 import torch
 from cases import Call, Case, inputs_of, leaves, oracle, spans_of
 from compare import assert_outputs, assert_same_bits, assert_states, bits
-from compiling import registers_and_stack
-from test_triton import DEVICES, meta_inputs
+from compiling import DEVICES, Dtypes, assert_fits, compile_launch, dtypes_of, meta_inputs, source_of
 
 import flash_kda
 from flash_kda.backends import hopper
@@ -22,6 +21,9 @@ from flash_kda.backends.hopper import config as hopper_config
 from flash_kda.backends.hopper.config import HopperConfig, configure, segment, segments
 from flash_kda.backends.triton.config import configure as configure_portable
 from flash_kda.types import Problem
+
+if TYPE_CHECKING:
+    from flash_kda.backends.triton.launch import Launch
 
 DEVICE = DEVICES[90]
 TOLERANCE = 6e-3
@@ -139,7 +141,7 @@ def test_segments_cover_all_tokens_and_fill_the_device() -> None:
 # Compilation without a GPU.
 
 
-def described(problem: Problem, config: HopperConfig) -> tuple[dict[str, torch.dtype], list[Any]]:
+def described(problem: Problem, config: HopperConfig) -> tuple[Dtypes, list[Launch]]:
     """The launches of one forward call, and the dtypes of all that they are passed, by name."""
     from flash_kda.backends.hopper import forward
     from flash_kda.backends.triton import forward as portable
@@ -151,22 +153,21 @@ def described(problem: Problem, config: HopperConfig) -> tuple[dict[str, torch.d
     portable.launch(inputs, torch.empty_like(inputs.v), final, planner)
     (call, *results), (tensors,) = planner.call_args.args, planner.return_value.call_args.args
     scratch, launches = forward.describe(call, config, configure_portable(problem, DEVICE), *results)
-    dtypes = {name: torch.bfloat16 if x is None else x.dtype for name, x in zip(portable.TENSORS, tensors, strict=True)}
+    dtypes = dtypes_of(portable.TENSORS, tensors, torch.bfloat16)
     return dtypes | {name: dtype for name, (_, dtype) in scratch.items()}, launches
 
 
-def compiled(launch: Any, dtypes: dict[str, torch.dtype]) -> Any:
-    import triton
-    from test_triton import source_of
-    from triton.backends.compiler import GPUTarget
+def gluon_source_of(launch: Launch, dtypes: Dtypes) -> Any:
+    """What Triton compiles for a launch of one of Gluon's kernels, or of its own."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    target, options = GPUTarget("cuda", 90, 32), dict(launch.options)
     if not launch.matrices:
-        return triton.compile(source_of(launch, dtypes), target=target, options=options)
+        return source_of(launch, dtypes)
     types = {torch.float32: gl.float32, torch.bfloat16: gl.bfloat16}
-    plain = source_of(replace_matrices(launch), dtypes)
+    # With its matrices as values, which ``source_of`` knows.
+    values = {**launch.values, **{f"d_{name}": 0 for name in launch.matrices}}
+    plain = source_of(replace(launch, values=values, matrices={}), dtypes)
     signature = {}
     for name in launch.kernel.arg_names:
         if name.startswith("d_"):
@@ -178,13 +179,7 @@ def compiled(launch: Any, dtypes: dict[str, torch.dtype]) -> Any:
             signature[name] = plain.signature[name]
     names = launch.kernel.arg_names
     constants = {(names.index(k),) if isinstance(k, str) else k: v for k, v in plain.constants.items()}
-    source = GluonASTSource(launch.kernel, signature, constexprs=constants, attrs=plain.attrs)
-    return triton.compile(source, target=target, options=options)
-
-
-def replace_matrices(launch: Any) -> Any:
-    """The launch with its matrices as values, which ``source_of`` knows."""
-    return replace(launch, values={**launch.values, **{f"d_{name}": 0 for name in launch.matrices}}, matrices={})
+    return GluonASTSource(launch.kernel, signature, constexprs=constants, attrs=plain.attrs)
 
 
 # Bytes that a thread may spill: the walk's only in its loop over single tokens.
@@ -211,15 +206,13 @@ def test_kernels_compile(name: str) -> None:
     dtypes, launches = described(problem, configure(problem, DEVICE))
     assert [x.kernel.__name__ for x in launches] == [kernel for kernel, _ in expected]
     for launch, (kernel, budget) in zip(launches, expected, strict=True):
-        built = compiled(launch, dtypes)
-        registers, stack = registers_and_stack(built)
-        assert stack <= budget, f"{kernel} spills {stack} bytes with {registers} registers"
-        assert built.metadata.shared <= DEVICE.shared_memory
+        built = compile_launch(launch, dtypes, 90, gluon_source_of)
+        assert_fits(built, 90, budget)
         if kernel == "prepare_warp":
             programs = hopper_config.PREPARE_PROGRAMS
-            assert programs * (built.metadata.shared + 1024) <= DEVICE.shared_memory_per_multiprocessor
+            assert programs * (built.shared + 1024) <= DEVICE.shared_memory_per_multiprocessor
         if kernel == "walk":
-            assert "wgmma.mma_async" in built.asm["ptx"]
+            assert built.wgmma, "no wgmma"
 
 
 # Results.

@@ -4,59 +4,50 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import interpreted
 import pytest
 import torch
-from compiling import builds_under_way, registers_and_stack
-from interpreting import selected_results
-from torch import Tensor
+from compiling import (
+    DEVICES,
+    Build,
+    Built,
+    Dtypes,
+    assert_fits,
+    assert_nothing_is_missing,
+    devices,
+    dtypes_of,
+    every,
+    meta_inputs,
+)
+from interpreting import interpreted_cases
 
 from flash_kda.backends.triton.config import MOST_STAGES, Config, Device, configure
-from flash_kda.types import GateKind, Inputs, LogGate, LowerBoundGate, Problem, SoftplusGate
+from flash_kda.types import GateKind, Inputs, LowerBoundGate, Problem
 
 if TYPE_CHECKING:
     from flash_kda.backends.triton.launch import Launch
 
-DEVICES = {
-    80: Device(80, 108, 166912, 167936),
-    90: Device(90, 132, 232448, 233472),
-    100: Device(100, 148, 232448, 233472),
-    120: Device(120, 170, 101376, 102400),
-}
-
-
 # The interpreter.
 
 
-@pytest.fixture(scope="module")
-def interpreted_results(request: pytest.FixtureRequest) -> dict[str, str | None]:
-    """What the selected cases gave."""
-    return selected_results(request, interpreted, test_interpreter.__name__)
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("name", interpreted.CASES)
-def test_interpreter(name: str, interpreted_results: dict[str, str | None]) -> None:
+@interpreted_cases(interpreted)
+def test_interpreter(went_wrong: str | None) -> None:
     """The kernels' arithmetic against the definition in float64."""
-    error = interpreted_results[name]
-    assert error is None, error
+    assert went_wrong is None, went_wrong
 
 
 # Compilation for each architecture.
 
 
 @dataclass(frozen=True)
-class Build:
-    """One kernel of one problem on one architecture. ``kernel``: ``all``, ``easy``, ``hard`` or ``recurrence``."""
+class ForwardBuild(Build):
+    """One kernel of the forward: ``all``, ``easy``, ``hard`` or ``recurrence``."""
 
     kernel: str
-    capability: int
-    problem: Problem
 
     @property
     def config(self) -> Config:
@@ -78,17 +69,9 @@ class Build:
         registers = "" if c.recurrence_registers is None else f"-{c.recurrence_registers}registers"
         return f"{name}-V{p.V}-{c.stages}stages{registers}{'-packed' if p.packed else ''}"
 
-
-@dataclass(frozen=True)
-class Built:
-    """What became of a build: ``stack`` is what a thread spills, in bytes."""
-
-    error: str | None = None
-    shared: int = 0
-    tensor_memory: int = 0
-    registers: int = 0
-    stack: int = 0
-    wgmma: bool = False
+    def launch(self) -> tuple[Dtypes, Launch]:
+        dtypes, launches = described(self.problem, self.config)
+        return dtypes, launches[{"all": 0, "easy": 0, "hard": 1, "recurrence": -1}[self.kernel]]
 
 
 # Bytes that a thread may spill: by kernel ("limited": the recurrence under a register limit), whether tiles are
@@ -110,10 +93,9 @@ HOPPER_BUDGETS = {
     ("recurrence", False): {64: 96, 128: 160, 256: 384},
     ("limited", True): {128: 192},
 }
-TENSOR_MEMORY = 512  # columns
 
 
-def budget(build: Build) -> int:
+def budget(build: ForwardBuild) -> int:
     c = build.config
     limited = build.kernel == "recurrence" and c.recurrence_registers is not None
     kind = ("limited" if limited else build.kernel, c.split)
@@ -131,13 +113,13 @@ def shared_bytes(c: Config) -> int:
     return c.stages * stage_bytes(c) - 4 * c.BK + c.C * c.BV * c.element_bytes
 
 
-def builds() -> list[Build]:
+def builds() -> list[ForwardBuild]:
     """Every variant that ``configure`` chooses over K, V, dtypes, lengths and numbers of programs.
 
     All of them for compute capability 9.0; for the others, K of at least 128, where limits are near, and sequences that
     are long or of one chunk.
     """
-    found: dict[tuple[object, ...], Build] = {}
+    found: dict[tuple[object, ...], ForwardBuild] = {}
     for capability, dtype, K, V, T, (B, H) in itertools.product(
         DEVICES,
         (torch.bfloat16, torch.float32),
@@ -150,9 +132,9 @@ def builds() -> list[Build]:
             continue
         problem = Problem(B=B, T=T, H=H, K=K, V=V, dtype=dtype)
         for kernel, gate in (("all", "lower_bound"), ("easy", "softplus"), ("hard", "softplus")):
-            build = Build(kernel, capability, replace(problem, gate=gate))
+            build = ForwardBuild(capability, replace(problem, gate=gate), kernel)
             found.setdefault(build.variant, build)
-        build = Build("recurrence", capability, problem)
+        build = ForwardBuild(capability, problem, "recurrence")
         found.setdefault(build.variant, build)
         if (K, V, T) == (128, 128, 8192):
             build = replace(build, problem=replace(problem, packed=True))
@@ -160,37 +142,7 @@ def builds() -> list[Build]:
     return list(found.values())
 
 
-def meta_inputs(problem: Problem) -> Inputs:
-    """The problem's arguments as tensors without data."""
-    p = problem
-    HV, N = p.HV or p.H, p.N or p.B
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    A_log, dt_bias = empty(HV), empty(HV, p.K)
-    gates = {"lower_bound": LowerBoundGate(A_log, dt_bias), "softplus": SoftplusGate(A_log, dt_bias), "log": LogGate()}
-    return Inputs(
-        q=empty(p.B, p.T, p.H, p.K, dtype=p.dtype),
-        k=empty(p.B, p.T, p.H, p.K, dtype=p.dtype),
-        v=empty(p.B, p.T, HV, p.V, dtype=p.dtype),
-        g=empty(p.B, p.T, HV, p.K, dtype=p.dtype),
-        beta=empty(p.B, p.T, HV, dtype=p.dtype),
-        gate=gates[p.gate],
-        scale=p.K**-0.5,
-        initial_state=empty(N, HV, p.V, p.K, dtype=p.state_dtype),
-        output_final_state=True,
-        cu_seqlens=empty(N + 1, dtype=torch.int32) if p.packed else None,
-        qk_l2norm=True,
-        beta_is_logit=True,
-        allow_neg_eigval=False,
-        state_layout="vk",
-    )
-
-
-def described(
-    problem: Problem, config: Config, inputs: Inputs | None = None
-) -> tuple[dict[str, torch.dtype], list[Launch]]:
+def described(problem: Problem, config: Config, inputs: Inputs | None = None) -> tuple[Dtypes, list[Launch]]:
     """The launches of one forward call, and the dtypes of all that they are passed, by name."""
     from flash_kda.backends.triton import forward
 
@@ -200,8 +152,7 @@ def described(
     forward.launch(inputs, torch.empty_like(inputs.v), final, plan)
     (call, *results), (tensors,) = plan.call_args.args, plan.return_value.call_args.args
     scratch, launches = forward.describe(call, config, *results)
-    given = zip(forward.TENSORS, tensors, strict=True)
-    dtypes = {name: inputs.q.dtype if x is None else x.dtype for name, x in given}
+    dtypes = dtypes_of(forward.TENSORS, tensors, inputs.q.dtype)
     return dtypes | {name: dtype for name, (_, dtype) in scratch.items()}, launches
 
 
@@ -213,78 +164,26 @@ def test_gate_parameters_reach_the_kernels_in_float32() -> None:
     assert dtypes["A_log"] == dtypes["dt_bias"] == torch.float32
 
 
-def source_of(launch: Launch, dtypes: dict[str, torch.dtype]) -> Any:
-    """What Triton compiles for a launch with aligned pointers, specialised as its launch does."""
-    from triton.compiler import ASTSource
-
-    types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8", torch.int32: "i32"}
-    types |= {torch.int64: "i64", torch.bool: "i1"}
-    signature: dict[str, str] = {}
-    constants, divisible = {}, []
-    for i, parameter in enumerate(launch.kernel.params):
-        name, free = parameter.name, not parameter.do_not_specialize
-        if name.startswith("p_"):
-            signature[name] = f"*{types[dtypes[name[2:]]]}"
-            divisible.append(i)
-            continue
-        value = launch.values[name]
-        if parameter.is_constexpr or (free and value == 1):
-            signature[name] = "constexpr"
-            constants[name] = value
-            continue
-        signature[name] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
-        if free and value % 16 == 0:
-            divisible.append(i)
-    return ASTSource(launch.kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in divisible})
+def assert_fetches_ahead(built: Built, config: Config, others: int = 0) -> None:
+    """The recurrence takes no more shared memory than it must, with ``others`` bytes beside the chunks, nor less."""
+    assert built.shared <= shared_bytes(config) + others
+    if config.stages > 1:
+        assert built.shared >= (config.stages - 1) * stage_bytes(config), "an operand is not fetched ahead"
 
 
-def compile_launch(launch: Launch, dtypes: dict[str, torch.dtype], capability: int) -> Built:
-    """Compile a launch whose tensors have these dtypes in this process; errors are told, not raised."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    target = GPUTarget("cuda", capability, 32)
-    try:
-        compiled = triton.compile(source_of(launch, dtypes), target=target, options=dict(launch.options))
-    except Exception as error:
-        return Built(error=f"{type(error).__name__}: {error}")
-    registers, stack = registers_and_stack(compiled)
-    return Built(
-        shared=compiled.metadata.shared,
-        tensor_memory=getattr(compiled.metadata, "tmem_size", None) or 0,
-        registers=registers,
-        stack=stack,
-        wgmma="wgmma.mma_async" in compiled.asm["ptx"],
-    )
+def assert_uses_wgmma(built: Built, build: Build, config: Config) -> None:
+    """Where it counts most."""
+    if build.capability == 90 and config.split and (config.BK, config.BV) == (128, 64):
+        assert built.wgmma, "no wgmma"
 
 
-def compile_one(build: Build) -> Built:
-    position = {"all": 0, "easy": 0, "hard": 1, "recurrence": -1}[build.kernel]
-    dtypes, launches = described(build.problem, build.config)
-    return compile_launch(launches[position], dtypes, build.capability)
-
-
-@pytest.fixture(scope="module")
-def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Build, Future[Built]]]:
-    """The selected builds, under way."""
-    yield from builds_under_way(request, test_compiles, compile_one)
-
-
-@pytest.mark.offline
-@pytest.mark.parametrize("build", [pytest.param(build, id=str(build)) for build in builds()])
-def test_compiles(build: Build, compiled: dict[Build, Future[Built]]) -> None:
+@every(builds())
+def test_compiles(build: ForwardBuild, built: Built) -> None:
     """It compiles, fits into the device, spills no more than its budget, and uses wgmma where it counts most."""
-    built, c, device = compiled[build].result(), build.config, DEVICES[build.capability]
-    assert built.error is None, built.error
-    assert built.shared <= device.shared_memory
-    assert built.tensor_memory <= TENSOR_MEMORY
-    assert built.stack <= budget(build), f"{built.stack} bytes of spills with {built.registers} registers"
+    assert_fits(built, build.capability, budget(build))
     if build.kernel == "recurrence":
-        assert built.shared <= shared_bytes(c)
-        if c.stages > 1:
-            assert built.shared >= (c.stages - 1) * stage_bytes(c), "an operand is not fetched ahead"
-        if build.capability == 90 and c.split and (c.BK, c.BV) == (128, 64):
-            assert built.wgmma, "no wgmma"
+        assert_fetches_ahead(built, build.config)
+        assert_uses_wgmma(built, build, build.config)
 
 
 # Configurations.
@@ -300,10 +199,6 @@ def problems() -> Iterator[Problem]:
         ((1, 1), (1, 64), (2, 64), (64, 64)),
     ):
         yield Problem(B=B, T=T, H=H, K=K, V=V, dtype=dtype)
-
-
-def devices() -> list[Any]:
-    return [pytest.param(device, id=f"sm_{capability}") for capability, device in DEVICES.items()]
 
 
 @pytest.mark.parametrize("device", devices())
@@ -375,13 +270,4 @@ def test_forward_launches() -> None:
         dtypes, launches = described(problem, configure(problem, DEVICES[90]))
         assert [launch.programs for launch in launches] == [2 * 3 * 4] * (count - 1) + [2 * 4 * 2]
         for launch in launches:
-            assert set(launch.tensors) <= set(dtypes)
-            assert len(launch.tensors) + len(launch.arguments) == len(launch.kernel.arg_names)
-            first = len(launch.tensors)
-            assert [f"p_{name}" for name in launch.tensors] == launch.kernel.arg_names[:first], "tensors come first"
-            for parameter in launch.kernel.params[first:]:
-                value = launch.values[parameter.name]
-                # Strides are integers that Triton may specialise on; of other numbers it must not.
-                is_stride = "_" in parameter.name and not parameter.is_constexpr and parameter.name != "lower_bound"
-                assert parameter.is_constexpr or is_stride != parameter.do_not_specialize
-                assert not is_stride or type(value) is int
+            assert_nothing_is_missing(launch, dtypes)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -15,10 +13,21 @@ import pytest
 import torch
 from cases import TENSORS, Call, Case, Target, leaves, parameters, run
 from compare import assert_same_bits
-from compiling import builds_under_way
+from compiling import (
+    DEVICES,
+    Build,
+    Built,
+    Dtypes,
+    assert_fits,
+    assert_nothing_is_missing,
+    devices,
+    dtypes_of,
+    every,
+    meta_inputs,
+)
 from interpreted_backward import compare, errors, expected, half_errors, half_tolerance, seeds
-from interpreting import selected_results
-from test_triton import DEVICES, TENSOR_MEMORY, Built, compile_launch, devices, meta_inputs, problems
+from interpreting import interpreted_cases
+from test_triton import problems
 from torch import Tensor
 
 from flash_kda.backends.triton.config import Config, configure
@@ -30,18 +39,10 @@ if TYPE_CHECKING:
 # The interpreter.
 
 
-@pytest.fixture(scope="module")
-def interpreted_results(request: pytest.FixtureRequest) -> dict[str, str | None]:
-    """What the selected cases gave."""
-    return selected_results(request, interpreted_backward, test_interpreter.__name__)
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("name", interpreted_backward.CASES)
-def test_interpreter(name: str, interpreted_results: dict[str, str | None]) -> None:
+@interpreted_cases(interpreted_backward)
+def test_interpreter(went_wrong: str | None) -> None:
     """The kernels' gradients against autograd through the definition in float64."""
-    error = interpreted_results[name]
-    assert error is None, error
+    assert went_wrong is None, went_wrong
 
 
 # Compilation for each architecture.
@@ -51,12 +52,10 @@ KERNELS = ("walks", "chunk_gradient", "hard_chunk_gradient", "head_gradient")
 
 
 @dataclass(frozen=True)
-class Build:
-    """One kernel of the backward of one problem on one architecture."""
+class BackwardBuild(Build):
+    """One kernel of the backward."""
 
     kernel: str
-    capability: int
-    problem: Problem
 
     @property
     def config(self) -> Config:
@@ -66,6 +65,11 @@ class Build:
         p = self.problem
         name = f"sm_{self.capability}-{self.kernel}-{'bf16' if self.config.split else 'fp32'}-K{p.K}-V{p.V}-{p.gate}"
         return f"{name}{'-grouped' if p.HV else ''}{'-packed' if p.packed else ''}"
+
+    def launch(self) -> tuple[Dtypes, Launch]:
+        dtypes, launches = described(self.problem, self.config)
+        kinds = [x for x in launches if x.kernel.__name__ == self.kernel.removeprefix("hard_")]
+        return dtypes, kinds[-1] if self.kernel.startswith("hard_") else kinds[0]
 
 
 # Bytes that a thread may spill, by kernel, whether tiles are bfloat16, and BK. What is absent may spill nothing.
@@ -81,7 +85,7 @@ BUDGETS = {
 }
 
 
-def builds() -> list[Build]:
+def builds() -> list[BackwardBuild]:
     """Every kernel over K, V and dtypes, and the gates, packed sequences of the most common size."""
     found = []
     sizes = ((16, 16), (64, 64), (128, 128), (256, 256), (128, 16), (16, 128))
@@ -93,14 +97,14 @@ def builds() -> list[Build]:
         for problem in (plain, replace(plain, packed=True, N=4)) if is_common else (plain,):
             # One anchor serves every chunk of a bounded gate, and the rows of one value head are whole at once.
             changes = {"hard_chunk_gradient": {"gate": "log"}, "head_gradient": {"HV": 64}}
-            found += [Build(x, capability, replace(problem, **changes.get(x, {}))) for x in KERNELS]
+            found += [BackwardBuild(capability, replace(problem, **changes.get(x, {})), x) for x in KERNELS]
         if is_common:
             others = ({"gate": "softplus"}, {"gate": "log"}, {"HV": 64})
-            found += [Build("chunk_gradient", capability, replace(plain, **change)) for change in others]
+            found += [BackwardBuild(capability, replace(plain, **change), "chunk_gradient") for change in others]
     return found
 
 
-def described(problem: Problem, config: Config) -> tuple[dict[str, torch.dtype], list[Launch]]:
+def described(problem: Problem, config: Config) -> tuple[Dtypes, list[Launch]]:
     """The launches of one backward call, and the dtypes of all that they are passed, by name."""
     from flash_kda.backends.triton import backward
 
@@ -111,34 +115,15 @@ def described(problem: Problem, config: Config) -> tuple[dict[str, torch.dtype],
         backward.compute(inputs, torch.empty_like(inputs.v), dS, planner)
     (call, of_dS), (tensors,) = planner.call_args.args, planner.return_value.call_args.args
     scratch, launches = backward.describe_backward(call, config, of_dS)
-    given = zip(backward.TENSORS, tensors, strict=True)
-    dtypes = {name: inputs.q.dtype if x is None else x.dtype for name, x in given}
+    dtypes = dtypes_of(backward.TENSORS, tensors, inputs.q.dtype)
     return dtypes | {name: dtype for name, (_, dtype) in scratch.items()}, launches
 
 
-def compile_one(build: Build) -> Built:
-    dtypes, launches = described(build.problem, build.config)
-    name, is_hard = build.kernel.removeprefix("hard_"), build.kernel.startswith("hard_")
-    kinds = [x for x in launches if x.kernel.__name__ == name]
-    return compile_launch(kinds[-1] if is_hard else kinds[0], dtypes, build.capability)
-
-
-@pytest.fixture(scope="module")
-def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Build, Future[Built]]]:
-    """The selected builds, under way."""
-    yield from builds_under_way(request, test_compiles, compile_one)
-
-
-@pytest.mark.offline
-@pytest.mark.parametrize("build", [pytest.param(build, id=str(build)) for build in builds()])
-def test_compiles(build: Build, compiled: dict[Build, Future[Built]]) -> None:
+@every(builds())
+def test_compiles(build: BackwardBuild, built: Built) -> None:
     """It compiles, fits into the device, and spills no more than its budget."""
-    built, c = compiled[build].result(), build.config
-    assert built.error is None, built.error
-    assert built.shared <= DEVICES[build.capability].shared_memory
-    assert built.tensor_memory <= TENSOR_MEMORY
-    allowed = BUDGETS[build.kernel, c.split].get(c.BK, 0)
-    assert built.stack <= allowed, f"{built.stack} bytes of spills with {built.registers} registers"
+    c = build.config
+    assert_fits(built, build.capability, BUDGETS[build.kernel, c.split].get(c.BK, 0))
 
 
 # Configurations and launches.
@@ -178,13 +163,7 @@ def test_backward_launches(packed: bool) -> None:
         whole = described(alone, configure(alone, DEVICES[90]))[1]
         assert [x.kernel.__name__ for x in whole] == names[:-1], "all channels of the only value head are whole rows"
         for launch in launches:
-            assert set(launch.tensors) <= set(dtypes)
-            first = len(launch.tensors)
-            assert [f"p_{name}" for name in launch.tensors] == launch.kernel.arg_names[:first], "tensors come first"
-            assert all(parameter.name in launch.values for parameter in launch.kernel.params[first:])
-            for parameter in launch.kernel.params[first:]:
-                is_stride = "_" in parameter.name and not parameter.is_constexpr and parameter.name != "lower_bound"
-                assert parameter.is_constexpr or is_stride != parameter.do_not_specialize
+            assert_nothing_is_missing(launch, dtypes)
 
 
 # On a GPU.

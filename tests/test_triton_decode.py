@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -18,13 +16,25 @@ import pytest
 import torch
 from cases import Call, Case, Target
 from compare import assert_same_bits
-from compiling import builds_under_way, registers_and_stack
+from compiling import (
+    DEVICES,
+    Build,
+    Built,
+    Dtypes,
+    assert_fits,
+    assert_nothing_is_missing,
+    devices,
+    dtypes_of,
+    every,
+    meta,
+    meta_pool,
+    meta_rows,
+)
 from decoding import BASE, CASES, PACKED, ROWS, DecodeCase, check, parameters, run
-from interpreting import selected_results
+from interpreting import interpreted_cases
 from jitted import STREAM, Jitted
 from test_decode import first_rows
 from test_decode_checks import EACH, other_forms
-from test_triton import DEVICES, meta_inputs, source_of
 from torch import Tensor
 
 import flash_kda
@@ -39,29 +49,19 @@ if TYPE_CHECKING:
 # The interpreter.
 
 
-@pytest.fixture(scope="module")
-def interpreted_results(request: pytest.FixtureRequest) -> dict[str, str | None]:
-    """What the selected cases gave."""
-    return selected_results(request, interpreted_decode, test_interpreter.__name__)
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("name", interpreted_decode.CASES)
-def test_interpreter(name: str, interpreted_results: dict[str, str | None]) -> None:
+@interpreted_cases(interpreted_decode)
+def test_interpreter(went_wrong: str | None) -> None:
     """The kernel's arithmetic and addresses against the definition in float64."""
-    error = interpreted_results[name]
-    assert error is None, error
+    assert went_wrong is None, went_wrong
 
 
 # Compilation for each architecture.
 
 
 @dataclass(frozen=True)
-class Build:
-    """The kernel of one problem on one architecture. ``index``: ``one`` slot a row, or ``each`` token its slot."""
+class DecodeBuild(Build):
+    """The decode kernel. ``index``: ``one`` slot a row, or ``each`` token its slot."""
 
-    capability: int
-    problem: Problem
     layout: str = "vk"
     index: str = "one"
 
@@ -77,30 +77,36 @@ class Build:
             f"sm_{self.capability}-{state}-{self.layout}-K{p.K}-V{p.V}-BV{self.config.BV}-{how}-{self.index}-{p.gate}"
         )
 
+    def call(self) -> DecodeInputs:
+        """The arguments as tensors without data."""
+        p, i32 = self.problem, torch.int32
+        inputs = meta_rows(p, self.layout)
+        N, each = inputs.num_sequences, self.index == "each"
+        return DecodeInputs(
+            inputs=inputs,
+            pool=meta_pool(inputs, p.state_dtype),
+            indices=meta(N, 4, dtype=i32) if each else meta(N, dtype=i32),
+            num_accepted=meta(N, dtype=i32) if each else None,
+            has_initial_state=meta(N, dtype=torch.bool) if p.packed else None,
+            pad_index=-1,
+            write_states=True,
+            out=None,
+        )
 
-@dataclass(frozen=True)
-class Built:
-    """What became of a build.
+    def launch(self) -> tuple[Dtypes, Launch]:
+        from flash_kda.backends.triton import decode_launch
 
-    Attributes:
-        stack: what a thread spills, in bytes. wide_loads, wide_stores: of 16 bytes by a thread.
-        arithmetic: how many multiply-adds, products, sums and differences.
-    """
-
-    error: str | None = None
-    registers: int = 0
-    stack: int = 0
-    shared: int = 0
-    wide_loads: int = 0
-    wide_stores: int = 0
-    arithmetic: tuple[int, ...] = ()
+        call = self.call()
+        (launch,) = decode_launch.plan(call, self.config, torch.empty_like(call.inputs.v)).launches
+        tensors = (*call.tensors, *gate_parameters(call.inputs.gate))
+        return dtypes_of(decode_launch.TENSORS, tensors, call.inputs.q.dtype), launch
 
 
-def builds() -> list[Build]:
+def builds() -> list[DecodeBuild]:
     """Shipped configurations over states, layouts, sizes, kinds of calls and numbers of programs."""
-    found: dict[tuple[object, ...], Build] = {}
+    found: dict[tuple[object, ...], DecodeBuild] = {}
 
-    def add(build: Build) -> None:
+    def add(build: DecodeBuild) -> None:
         p = build.problem
         key = (build.capability, build.config, p.V, p.K, p.state_dtype, p.gate, p.packed, p.T == 1)
         found.setdefault((*key, build.layout, build.index), build)
@@ -109,88 +115,29 @@ def builds() -> list[Build]:
         return Problem(B=B, T=T, H=12, state_dtype=torch.float32, op="decode", **changes)
 
     for state, layout, B in itertools.product((torch.float32, torch.bfloat16), ("vk", "kv"), (1, 32, 128)):
-        add(Build(90, replace(problem(B, 1), state_dtype=state), layout))
-        add(Build(90, replace(problem(B, 4), state_dtype=state), layout, "each"))
+        add(DecodeBuild(90, replace(problem(B, 1), state_dtype=state), layout))
+        add(DecodeBuild(90, replace(problem(B, 4), state_dtype=state), layout, "each"))
     for K, V in ((16, 16), (64, 64), (100, 60), (256, 256), (128, 256)):
-        add(Build(90, problem(128, 1, K=K, V=V)))
-        add(Build(90, problem(128, 4, K=K, V=V), index="each"))
+        add(DecodeBuild(90, problem(128, 1, K=K, V=V)))
+        add(DecodeBuild(90, problem(128, 4, K=K, V=V), index="each"))
     for gate, T in (("softplus", 1), ("log", 4)):
-        add(Build(90, problem(128, T, gate=gate)))
-    add(Build(90, problem(128, 1, dtype=torch.float32)))
+        add(DecodeBuild(90, problem(128, T, gate=gate)))
+    add(DecodeBuild(90, problem(128, 1, dtype=torch.float32)))
     for capability in DEVICES:
         for B in (1, 128):
-            add(Build(capability, problem(B, 1)))
-        add(Build(capability, problem(128, 4), index="each"))
-        add(Build(capability, replace(problem(1, 512, packed=True), N=128), index="each"))
-        add(Build(capability, problem(128, 1), layout="kv"))
-        add(Build(capability, problem(128, 4, K=256, V=256), index="each"))
+            add(DecodeBuild(capability, problem(B, 1)))
+        add(DecodeBuild(capability, problem(128, 4), index="each"))
+        add(DecodeBuild(capability, replace(problem(1, 512, packed=True), N=128), index="each"))
+        add(DecodeBuild(capability, problem(128, 1), layout="kv"))
+        add(DecodeBuild(capability, problem(128, 4, K=256, V=256), index="each"))
     return list(found.values())
 
 
-def meta_call(build: Build) -> DecodeInputs:
-    """The build's arguments as tensors without data."""
-    p = build.problem
-    inputs = meta_inputs(p).replace(initial_state=None, output_final_state=False, state_layout=build.layout)
-    N, HV = p.N or p.B, p.HV or p.H
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    shape = (p.V, p.K) if build.layout == "vk" else (p.K, p.V)
-    each = build.index == "each"
-    return DecodeInputs(
-        inputs=inputs,
-        pool=empty(4 * N + 1, HV, *shape, dtype=p.state_dtype),
-        indices=empty(N, 4) if each else empty(N),
-        num_accepted=empty(N) if each else None,
-        has_initial_state=empty(N, dtype=torch.bool) if p.packed else None,
-        pad_index=-1,
-        write_states=True,
-        out=None,
-    )
-
-
-def described(call: DecodeInputs, config: DecodeConfig) -> tuple[dict[str, torch.dtype], Launch]:
-    """The launch of a call, and the dtypes of all that it is passed, by name."""
-    from flash_kda.backends.triton import decode_launch
-
-    (launch,) = decode_launch.plan(call, config, torch.empty_like(call.inputs.v)).launches
-    tensors = (*call.tensors, *gate_parameters(call.inputs.gate))
-    given = zip(decode_launch.TENSORS, tensors, strict=True)
-    return {name: call.inputs.q.dtype if x is None else x.dtype for name, x in given}, launch
-
-
-def compile_one(build: Build) -> Built:
-    """Compile in this process; errors are told, not raised."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    dtypes, launch = described(meta_call(build), build.config)
-    target = GPUTarget("cuda", build.capability, 32)
-    try:
-        compiled = triton.compile(source_of(launch, dtypes), target=target, options=dict(launch.options))
-    except Exception as error:
-        return Built(error=f"{type(error).__name__}: {error}")
-    registers, stack = registers_and_stack(compiled)
-    ptx = compiled.asm["ptx"]
-    loads, stores = (len(re.findall(rf"{kind}\.global\.v4\.b32", ptx)) for kind in ("ld", "st"))
-    arithmetic = tuple(ptx.count(f"{kind}.f32") for kind in ("fma.rn", "mul", "add", "sub"))
-    return Built(None, registers, stack, compiled.metadata.shared, loads, stores, arithmetic)
-
-
-@pytest.fixture(scope="module")
-def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Build, Future[Built]]]:
-    """The selected builds, under way."""
-    yield from builds_under_way(request, test_compiles, compile_one)
-
-
-@pytest.mark.offline
-@pytest.mark.parametrize("build", [pytest.param(build, id=str(build)) for build in builds()])
-def test_compiles(build: Build, compiled: dict[Build, Future[Built]]) -> None:
+@every(builds())
+def test_compiles(build: DecodeBuild, built: Built) -> None:
     """Nothing spills, and states move in pieces of 16 bytes."""
-    built, c, p = compiled[build].result(), build.config, build.problem
-    assert built.error is None, built.error
-    assert built.stack == 0, f"{built.stack} bytes of spills with {built.registers} registers"
+    c, p = build.config, build.problem
+    assert_fits(built, build.capability)
     # One warp: enough programs share a multiprocessor to keep its loads under way.
     assert built.registers <= (168 if p.K == c.BK else 255)
     if p.K >= 64 and p.K == c.BK:
@@ -207,11 +154,11 @@ def test_one_token_and_many_are_the_same_arithmetic() -> None:
     """The compiler contracts the same products and sums, so that tokens at once have the bits of tokens one by one."""
     pytest.importorskip("triton")
     problem = Problem(B=128, T=1, H=12, op="decode")
-    one = compile_one(Build(90, problem))
+    one = DecodeBuild(90, problem).compile()
     assert one.error is None
     assert min(one.arithmetic) > 0
     for index in ("one", "each"):
-        assert compile_one(Build(90, replace(problem, T=4), index=index)).arithmetic == one.arithmetic
+        assert DecodeBuild(90, replace(problem, T=4), index=index).compile().arithmetic == one.arithmetic
 
 
 # Configurations.
@@ -228,7 +175,7 @@ def problems() -> Iterator[Problem]:
 
 
 @pytest.mark.parametrize("layout", ["vk", "kv"])
-@pytest.mark.parametrize("device", [pytest.param(device, id=f"sm_{c}") for c, device in DEVICES.items()])
+@pytest.mark.parametrize("device", devices())
 def test_configurations_are_sound(device: Device, layout: str) -> None:
     for problem in problems():
         c = configure_decode(problem, device, layout)
@@ -257,18 +204,11 @@ def test_few_rows_use_every_multiprocessor() -> None:
 
 
 @pytest.mark.parametrize("build", builds()[:2] + builds()[-2:], ids=str)
-def test_every_parameter_has_what_it_needs(build: Build) -> None:
+def test_every_parameter_has_what_it_needs(build: DecodeBuild) -> None:
     pytest.importorskip("triton")
-    dtypes, launch = described(meta_call(build), build.config)
-    names = launch.kernel.arg_names
+    dtypes, launch = build.launch()
+    assert_nothing_is_missing(launch, dtypes)
     assert set(launch.tensors) == set(dtypes)
-    assert [f"p_{name}" for name in launch.tensors] == names[: len(dtypes)], "tensors come first"
-    assert set(names[len(dtypes) :]) <= set(launch.values)
-    for parameter in launch.kernel.params[len(dtypes) :]:
-        # Strides are integers that Triton may specialise on; of other numbers it must not.
-        is_stride = re.fullmatch("[a-zS]+_[bthn]", parameter.name) is not None
-        assert parameter.is_constexpr or is_stride != parameter.do_not_specialize
-        assert not is_stride or type(launch.values[parameter.name]) is int
     p = build.problem
     assert launch.programs == (p.N or p.B) * p.H * -(-p.V // build.config.BV)
 
@@ -278,7 +218,7 @@ def test_batch_strides_of_one_row_do_not_matter() -> None:
     pytest.importorskip("triton")
     build = next(build for build in builds() if build.problem.packed)
     longer = replace(build, problem=replace(build.problem, T=600))
-    (_, a), (_, b) = (described(meta_call(x), build.config) for x in (build, longer))
+    (_, a), (_, b) = (x.launch() for x in (build, longer))
     assert a.values["T"] != b.values["T"]
     assert {**a.values, "T": 600} == b.values
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,13 +16,25 @@ import pytest
 import torch
 from cases import Call, Case, Target
 from compare import assert_close, assert_same_bits
-from compiling import builds_under_way
+from compiling import (
+    DEVICES,
+    Build,
+    Built,
+    Dtypes,
+    assert_fits,
+    assert_nothing_is_missing,
+    devices,
+    dtypes_of,
+    every,
+    meta,
+    meta_pool,
+    meta_rows,
+)
 from decoding import ROWS, row_call
-from interpreting import selected_results
+from interpreting import interpreted_cases
 from jitted import STREAM, Jitted
 from prefilling import BATCH, CASES, PACKED, PrefillCase, check, parameters, run
-from test_triton import DEVICES, Built, compile_launch, meta_inputs, shared_bytes, stage_bytes
-from test_triton import Build as ForwardBuild
+from test_triton import ForwardBuild, assert_fetches_ahead, assert_uses_wgmma, shared_bytes
 from test_triton import budget as forward_budget
 from torch import Tensor
 
@@ -38,29 +49,19 @@ if TYPE_CHECKING:
 # The interpreter.
 
 
-@pytest.fixture(scope="module")
-def interpreted_results(request: pytest.FixtureRequest) -> dict[str, str | None]:
-    """What the selected cases gave."""
-    return selected_results(request, interpreted_prefill, test_interpreter.__name__)
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("name", interpreted_prefill.CASES)
-def test_interpreter(name: str, interpreted_results: dict[str, str | None]) -> None:
+@interpreted_cases(interpreted_prefill)
+def test_interpreter(went_wrong: str | None) -> None:
     """The kernels' arithmetic against the definition in float64."""
-    error = interpreted_results[name]
-    assert error is None, error
+    assert went_wrong is None, went_wrong
 
 
 # Compilation for each architecture.
 
 
 @dataclass(frozen=True)
-class Build:
-    """The kernel with a pool, of one problem on one architecture. ``kept``: the checkpoints' dtype."""
+class PrefillBuild(Build):
+    """The kernel with a pool. ``kept``: the checkpoints' dtype."""
 
-    capability: int
-    problem: Problem
     layout: str = "vk"
     kept: torch.dtype = torch.float32
 
@@ -75,6 +76,40 @@ class Build:
         parts += ["limited"] * (c.recurrence_registers is not None)
         return "-".join([*parts, *(["kept16"] if self.kept != torch.float32 else [])])
 
+    def call(self) -> PrefillInputs:
+        """The arguments as tensors without data."""
+        p, i32 = self.problem, torch.int32
+        inputs = meta_rows(p, self.layout)
+        N, *shape = inputs.state_shape
+        states = meta(128, *shape, dtype=self.kept)
+        checkpoints = Checkpoints(meta(128, dtype=i32), meta(N + 1, dtype=i32), states, meta(128, dtype=i32))
+        return PrefillInputs(
+            inputs=inputs,
+            pool=meta_pool(inputs, p.state_dtype),
+            indices=meta(N, dtype=i32),
+            has_initial_state=meta(N, dtype=torch.bool),
+            checkpoints=checkpoints if p.checkpoints else None,
+            pad_index=-1,
+            write_states=True,
+            out=None,
+        )
+
+    def launches(self) -> tuple[Dtypes, list[Launch]]:
+        """Those of the call, and the dtypes of all that they are passed, by name."""
+        from flash_kda.backends.triton import prefill_launch
+
+        call = self.call()
+        out = torch.empty_like(call.inputs.v)
+        plan = prefill_launch.plan(call, self.config, out)
+        tensors = [*call.tensors[:-1], out, *gate_parameters(call.inputs.gate), call.pool]
+        tensors[prefill_launch.TENSORS.index("kept")] = call.kept
+        dtypes = dtypes_of(prefill_launch.TENSORS, tensors, call.inputs.q.dtype)
+        return dtypes | {name: dtype for name, (_, dtype) in plan.scratch.items()}, list(plan.launches)
+
+    def launch(self) -> tuple[Dtypes, Launch]:
+        dtypes, launches = self.launches()
+        return dtypes, launches[-1]
+
 
 # Bytes that a thread may spill with checkpoints, by whether tiles are bfloat16: addresses of their states wait outside
 # of registers for their turn. Without checkpoints the budget is that of a forward call.
@@ -82,96 +117,41 @@ CHECKPOINT_BUDGETS = {True: {90: 288, 100: 384}, False: {90: 384}}
 MOST = 640
 
 
-def budget(build: Build) -> int:
+def budget(build: PrefillBuild) -> int:
     if build.problem.checkpoints:
         return CHECKPOINT_BUDGETS[build.config.split].get(build.capability, MOST)
     # The slot and its mask are two registers more than a forward call has.
-    return forward_budget(ForwardBuild("recurrence", build.capability, build.problem)) + 16
+    return forward_budget(ForwardBuild(build.capability, build.problem, "recurrence")) + 16
 
 
-def builds() -> list[Build]:
+def builds() -> list[PrefillBuild]:
     """Long and short sequences, one program per multiprocessor and two, with and without checkpoints."""
-    found: dict[str, Build] = {}
+    found: dict[str, PrefillBuild] = {}
     for capability, dtype, (T, H, packed), checkpoints in itertools.product(
         DEVICES, (torch.bfloat16, torch.float32), ((8192, 64, True), (8192, 200, True), (32, 8, False)), (False, True)
     ):
         problem = Problem(T=T, H=H, dtype=dtype, packed=packed, op="prefill", checkpoints=checkpoints)
-        variants = [Build(capability, problem)]
+        variants = [PrefillBuild(capability, problem)]
         if checkpoints and T == 8192:
-            variants.append(Build(capability, problem, layout="kv"))
+            variants.append(PrefillBuild(capability, problem, layout="kv"))
         if capability == 90 and T == 8192:
-            variants += [Build(capability, replace(problem, K=K, V=V)) for K, V in ((64, 64), (256, 256))]
-            variants.append(Build(capability, replace(problem, state_dtype=torch.bfloat16), kept=torch.bfloat16))
+            variants += [PrefillBuild(capability, replace(problem, K=K, V=V)) for K, V in ((64, 64), (256, 256))]
+            variants.append(PrefillBuild(capability, replace(problem, state_dtype=torch.bfloat16), kept=torch.bfloat16))
         for build in variants:
             found.setdefault(str(build), build)
     return list(found.values())
 
 
-def meta_call(build: Build) -> PrefillInputs:
-    """The build's arguments as tensors without data."""
-    p = build.problem
-    inputs = meta_inputs(p).replace(initial_state=None, output_final_state=False, state_layout=build.layout)
-    N, HV = p.N or p.B, p.HV or p.H
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    shape = (HV, p.V, p.K) if build.layout == "vk" else (HV, p.K, p.V)
-    checkpoints = Checkpoints(empty(128), empty(N + 1), empty(128, *shape, dtype=build.kept), empty(128))
-    return PrefillInputs(
-        inputs=inputs,
-        pool=empty(4 * N + 1, *shape, dtype=p.state_dtype),
-        indices=empty(N),
-        has_initial_state=empty(N, dtype=torch.bool),
-        checkpoints=checkpoints if p.checkpoints else None,
-        pad_index=-1,
-        write_states=True,
-        out=None,
-    )
-
-
-def described(call: PrefillInputs, config: Config) -> tuple[dict[str, torch.dtype], list[Launch]]:
-    """The launches of a call, and the dtypes of all that they are passed, by name."""
-    from flash_kda.backends.triton import prefill_launch
-
-    out = torch.empty_like(call.inputs.v)
-    plan = prefill_launch.plan(call, config, out)
-    tensors = [*call.tensors[:-1], out, *gate_parameters(call.inputs.gate), call.pool]
-    tensors[prefill_launch.TENSORS.index("kept")] = call.kept
-    given = zip(prefill_launch.TENSORS, tensors, strict=True)
-    dtypes = {name: call.inputs.q.dtype if x is None else x.dtype for name, x in given}
-    return dtypes | {name: dtype for name, (_, dtype) in plan.scratch.items()}, list(plan.launches)
-
-
-def compile_one(build: Build) -> Built:
-    """Compile in this process; errors are told, not raised."""
-    dtypes, launches = described(meta_call(build), build.config)
-    return compile_launch(launches[-1], dtypes, build.capability)
-
-
-@pytest.fixture(scope="module")
-def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Build, Future[Built]]]:
-    """The selected builds, under way."""
-    yield from builds_under_way(request, test_compiles, compile_one)
-
-
-@pytest.mark.offline
-@pytest.mark.parametrize("build", [pytest.param(build, id=str(build)) for build in builds()])
-def test_compiles(build: Build, compiled: dict[Build, Future[Built]]) -> None:
+@every(builds())
+def test_compiles(build: PrefillBuild, built: Built) -> None:
     """It fits into the device, spills no more than its budget, and still fetches ahead and uses wgmma."""
-    built, c, device = compiled[build].result(), build.config, DEVICES[build.capability]
-    assert built.error is None, built.error
-    assert built.shared <= device.shared_memory
-    assert built.stack <= budget(build), f"{built.stack} bytes of spills with {built.registers} registers"
-    on_its_way = 4 * c.BV * c.BK if build.problem.checkpoints else 0
-    assert built.shared <= shared_bytes(c) + on_its_way
-    if c.stages > 1:
-        assert built.shared >= (c.stages - 1) * stage_bytes(c), "an operand is not fetched ahead"
-    if build.capability == 90 and c.split and (c.BK, c.BV) == (128, 64):
-        assert built.wgmma, "no wgmma"
+    c = build.config
+    assert_fits(built, build.capability, budget(build))
+    assert_fetches_ahead(built, c, 4 * c.BV * c.BK if build.problem.checkpoints else 0)
+    assert_uses_wgmma(built, build, c)
 
 
-@pytest.mark.parametrize("device", [pytest.param(device, id=f"sm_{c}") for c, device in DEVICES.items()])
+@pytest.mark.parametrize("device", devices())
 def test_a_state_on_its_way_fits_too(device: Any) -> None:
     """Checkpoints leave room for it, with one program per multiprocessor and with two."""
     for H, K, dtype in itertools.product((8, 64, 200), (64, 128, 256), (torch.bfloat16, torch.float32)):
@@ -201,21 +181,12 @@ def test_a_prompt_beside_single_tokens_has_chunks_in_flight() -> None:
 
 
 @pytest.mark.parametrize("build", builds()[:4], ids=str)
-def test_every_parameter_has_what_it_needs(build: Build) -> None:
+def test_every_parameter_has_what_it_needs(build: PrefillBuild) -> None:
     pytest.importorskip("triton")
-    dtypes, launches = described(meta_call(build), build.config)
+    dtypes, launches = build.launches()
     assert len(launches) == 2
     for launch in launches:
-        names = launch.kernel.arg_names
-        assert set(launch.tensors) <= set(dtypes)
-        first = len(launch.tensors)
-        assert [f"p_{name}" for name in launch.tensors] == names[:first], "tensors come first"
-        assert set(names[first:]) <= set(launch.values)
-        for parameter in launch.kernel.params[first:]:
-            # Strides are integers that Triton may specialise on; of other numbers it must not.
-            is_stride = "_" in parameter.name and not parameter.is_constexpr and parameter.name != "lower_bound"
-            assert parameter.is_constexpr or is_stride != parameter.do_not_specialize
-            assert not is_stride or type(launch.values[parameter.name]) is int
+        assert_nothing_is_missing(launch, dtypes)
 
 
 @pytest.fixture

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import re
+import math
 from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,15 +16,26 @@ import pytest
 import torch
 from cases import Call, Case, Target
 from compare import assert_same_bits
-from compiling import builds_under_way, registers_and_stack
+from compiling import (
+    DEVICES,
+    Build,
+    Built,
+    Dtypes,
+    assert_fits,
+    assert_nothing_is_missing,
+    dtypes_of,
+    every,
+    meta,
+    meta_pool,
+    meta_rows,
+)
 from decoding import BASE, DecodeCase
-from interpreting import selected_results
+from interpreting import interpreted_cases
 from jitted import STREAM, Jitted
 from stepping import CASES, ROWS, StepCase, check, parameters, rows_case, run, tensors_of
 from test_step import first_rows
 from test_step_checks import BASE as PLAIN
 from test_step_checks import other_forms
-from test_triton import DEVICES, meta_inputs, source_of
 from torch import Tensor
 
 import flash_kda
@@ -40,29 +50,19 @@ if TYPE_CHECKING:
 # The interpreter.
 
 
-@pytest.fixture(scope="module")
-def interpreted_results(request: pytest.FixtureRequest) -> dict[str, str | None]:
-    """What the selected cases gave."""
-    return selected_results(request, interpreted_step, test_interpreter.__name__)
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("name", interpreted_step.CASES)
-def test_interpreter(name: str, interpreted_results: dict[str, str | None]) -> None:
+@interpreted_cases(interpreted_step)
+def test_interpreter(went_wrong: str | None) -> None:
     """The kernel's arithmetic and addresses against the definition in float64."""
-    error = interpreted_results[name]
-    assert error is None, error
+    assert went_wrong is None, went_wrong
 
 
 # Compilation for each architecture.
 
 
 @dataclass(frozen=True)
-class Build:
-    """The kernel of one problem on one architecture, with the filters and last inputs that a model has."""
+class StepBuild(Build):
+    """The kernel of the step, with the filters and last inputs that a model has."""
 
-    capability: int
-    problem: Problem
     layout: str = "vk"
     W: int = 4
     bias: bool = False
@@ -82,126 +82,73 @@ class Build:
             f"-{p.gate}"
         )
 
+    def call(self) -> StepInputs:
+        """The arguments as tensors without data."""
+        p = self.problem
+        inputs = meta_rows(p, self.layout)
+        decode = DecodeInputs(
+            inputs=inputs,
+            pool=meta_pool(inputs, p.state_dtype),
+            indices=meta(p.B, dtype=torch.int32),
+            num_accepted=None,
+            has_initial_state=meta(p.B, dtype=torch.bool) if self.known else None,
+            pad_index=-1,
+            write_states=True,
+            out=None,
+        )
+        channels = [math.prod(x.shape[2:]) for x in (inputs.q, inputs.k, inputs.v)]
+        return StepInputs(
+            decode=decode,
+            z=torch.empty_like(inputs.v),
+            conv_pool=meta(len(decode.pool), self.W - 1, sum(channels), dtype=self.conv_dtype),
+            conv_weights=tuple(meta(n, self.W) for n in channels),
+            conv_biases=tuple(meta(n) for n in channels) if self.bias else None,
+            norm_weight=meta(p.V),
+            norm_eps=1e-5,
+        )
 
-@dataclass(frozen=True)
-class Built:
-    """What became of a build.
+    def launch(self) -> tuple[Dtypes, Launch]:
+        from flash_kda.backends.triton import step_launch
 
-    Attributes:
-        stack: what a thread spills, in bytes. wide_loads, wide_stores: of 16 bytes by a thread.
-        order: loads from and stores to memory, and barriers, as the compiler has them in the end.
-    """
-
-    error: str | None = None
-    registers: int = 0
-    stack: int = 0
-    shared: int = 0
-    wide_loads: int = 0
-    wide_stores: int = 0
-    order: tuple[str, ...] = ()
+        call = self.call()
+        inputs = call.decode.inputs
+        (launch,) = step_launch.plan(call, self.config, torch.empty_like(inputs.v)).launches
+        return dtypes_of(step_launch.TENSORS, (*call.tensors, *gate_parameters(inputs.gate)), inputs.q.dtype), launch
 
 
-def builds() -> list[Build]:
+def builds() -> list[StepBuild]:
     """Shipped configurations over states, layouts, sizes and kinds of calls."""
 
     def problem(**changes: Any) -> Problem:
         return Problem(**{"B": 128, "T": 1, "H": 12, "state_dtype": torch.float32, "op": "step"} | changes)
 
-    found: list[Build] = []
+    found: list[StepBuild] = []
     for state, layout in itertools.product((torch.float32, torch.bfloat16), ("vk", "kv")):
-        found.append(Build(90, problem(state_dtype=state), layout))
+        found.append(StepBuild(90, problem(state_dtype=state), layout))
     for K, V in ((16, 16), (64, 64), (100, 60), (128, 256), (256, 128), (256, 256), (200, 100), (16, 256)):
-        found.append(Build(90, problem(K=K, V=V)))
-    found += [Build(90, problem(gate=gate)) for gate in ("softplus", "log")]
+        found.append(StepBuild(90, problem(K=K, V=V)))
+    found += [StepBuild(90, problem(gate=gate)) for gate in ("softplus", "log")]
     found += [
-        Build(90, problem(), bias=True, known=True),
-        Build(90, problem(), conv_dtype=torch.float32),
-        Build(90, problem(dtype=torch.float32), conv_dtype=torch.float32, bias=True),
-        *(Build(90, problem(), W=W) for W in (1, 2, 3)),
-        Build(90, problem(HV=24), layout="kv"),
+        StepBuild(90, problem(), bias=True, known=True),
+        StepBuild(90, problem(), conv_dtype=torch.float32),
+        StepBuild(90, problem(dtype=torch.float32), conv_dtype=torch.float32, bias=True),
+        *(StepBuild(90, problem(), W=W) for W in (1, 2, 3)),
+        StepBuild(90, problem(HV=24), layout="kv"),
     ]
     for capability in DEVICES:
-        found.append(Build(capability, problem(), known=True))
-        found.append(Build(capability, problem(), layout="kv"))
-        found.append(Build(capability, problem(HV=24)))
-        found.append(Build(capability, problem(K=256, V=256)))
+        found.append(StepBuild(capability, problem(), known=True))
+        found.append(StepBuild(capability, problem(), layout="kv"))
+        found.append(StepBuild(capability, problem(HV=24)))
+        found.append(StepBuild(capability, problem(K=256, V=256)))
     return found
 
 
-def meta_call(build: Build) -> StepInputs:
-    """The build's arguments as tensors without data."""
-    p = build.problem
-    inputs = meta_inputs(p).replace(initial_state=None, output_final_state=False, state_layout=build.layout)
-    N, HV = p.B, p.HV or p.H
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    shape = (p.V, p.K) if build.layout == "vk" else (p.K, p.V)
-    decode = DecodeInputs(
-        inputs=inputs,
-        pool=empty(4 * N + 1, HV, *shape, dtype=p.state_dtype),
-        indices=empty(N, dtype=torch.int32),
-        num_accepted=None,
-        has_initial_state=empty(N, dtype=torch.bool) if build.known else None,
-        pad_index=-1,
-        write_states=True,
-        out=None,
-    )
-    q, k, v = p.H * p.K, p.H * p.K, HV * p.V
-    return StepInputs(
-        decode=decode,
-        z=empty(N, 1, HV, p.V, dtype=p.dtype),
-        conv_pool=empty(4 * N + 1, build.W - 1, q + k + v, dtype=build.conv_dtype),
-        conv_weights=(empty(q, build.W), empty(k, build.W), empty(v, build.W)),
-        conv_biases=(empty(q), empty(k), empty(v)) if build.bias else None,
-        norm_weight=empty(p.V),
-        norm_eps=1e-5,
-    )
-
-
-def described(build: Build) -> tuple[dict[str, torch.dtype], Launch]:
-    """The launch of a build, and the dtypes of all that it is passed, by name."""
-    from flash_kda.backends.triton import step_launch
-
-    call = meta_call(build)
-    (launch,) = step_launch.plan(call, build.config, torch.empty_like(call.decode.inputs.v)).launches
-    tensors = (*call.tensors, *gate_parameters(call.decode.inputs.gate))
-    given = zip(step_launch.TENSORS, tensors, strict=True)
-    return {name: build.problem.dtype if x is None else x.dtype for name, x in given}, launch
-
-
-def compile_one(build: Build) -> Built:
-    """Compile in this process; errors are told, not raised."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    dtypes, launch = described(build)
-    target = GPUTarget("cuda", build.capability, 32)
-    try:
-        compiled = triton.compile(source_of(launch, dtypes), target=target, options=dict(launch.options))
-    except Exception as error:
-        return Built(error=f"{type(error).__name__}: {error}")
-    registers, stack = registers_and_stack(compiled)
-    loads, stores = (len(re.findall(rf"{kind}\.global\.v4\.b32", compiled.asm["ptx"])) for kind in ("ld", "st"))
-    order = tuple(re.findall(r"tt\.load|tt\.store|gpu\.barrier", compiled.asm["ttgir"]))
-    return Built(None, registers, stack, compiled.metadata.shared, loads, stores, order)
-
-
-@pytest.fixture(scope="module")
-def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Build, Future[Built]]]:
-    """The selected builds, under way."""
-    yield from builds_under_way(request, test_compiles, compile_one)
-
-
-@pytest.mark.offline
-@pytest.mark.parametrize("build", [pytest.param(build, id=str(build)) for build in builds()])
-def test_compiles(build: Build, compiled: dict[Build, Future[Built]]) -> None:
+@every(builds())
+def test_compiles(build: StepBuild, built: Built) -> None:
     """Next to nothing spills, states move in pieces of 16 bytes, and last inputs are all read before one is written."""
-    built, c, p = compiled[build].result(), build.config, build.problem
-    assert built.error is None, built.error
+    c, p = build.config, build.problem
     # Two registers, where their number is limited.
-    assert built.stack <= (8 if c.registers else 0), f"{built.stack} bytes of spills with {built.registers} registers"
+    assert_fits(built, build.capability, 8 if c.registers else 0)
     assert built.registers <= (c.registers or 255)
     # Vectors pass through it, and in the "kv" layout partial sums over K, but no states.
     assert built.shared < c.BK * c.BV
@@ -222,8 +169,10 @@ def test_compiles(build: Build, compiled: dict[Build, Future[Built]]) -> None:
 def test_two_programs_share_a_multiprocessor() -> None:
     """Where it counts: while one computes, the other one's states are under way."""
     pytest.importorskip("triton")
-    build = Build(90, Problem(B=128, T=1, H=12, op="step"))
-    assert 2 * build.config.warps * 32 * compile_one(build).registers <= 65536
+    build = StepBuild(90, Problem(B=128, T=1, H=12, op="step"))
+    built = build.compile()
+    assert built.error is None, built.error
+    assert 2 * build.config.warps * 32 * built.registers <= 65536
 
 
 # Configurations.
@@ -252,18 +201,11 @@ def test_configurations_are_sound(layout: str) -> None:
 
 
 @pytest.mark.parametrize("build", [builds()[0], builds()[4], builds()[-1]], ids=str)
-def test_every_parameter_has_what_it_needs(build: Build) -> None:
+def test_every_parameter_has_what_it_needs(build: StepBuild) -> None:
     pytest.importorskip("triton")
-    dtypes, launch = described(build)
-    names = launch.kernel.arg_names
+    dtypes, launch = build.launch()
+    assert_nothing_is_missing(launch, dtypes)
     assert set(launch.tensors) == set(dtypes)
-    assert [f"p_{name}" for name in launch.tensors] == names[: len(dtypes)], "tensors come first"
-    assert set(names[len(dtypes) :]) <= set(launch.values)
-    for parameter in launch.kernel.params[len(dtypes) :]:
-        # Strides are integers that Triton may specialise on; of other numbers it must not.
-        is_stride = re.fullmatch("[a-zS_]+_[bhnwc]", parameter.name) is not None
-        assert parameter.is_constexpr or is_stride != parameter.do_not_specialize
-        assert not is_stride or type(launch.values[parameter.name]) is int
     assert launch.programs == build.problem.B * build.problem.H
 
 
