@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -212,14 +213,45 @@ def skip_if_declined(target: Target, problem: flash_kda.Problem) -> None:
             pytest.skip(str(why))
 
 
-def run(target: Target, call: Call, **changes: Any) -> tuple[Tensor, Tensor | None]:
-    """``kda`` on the target, with the assertion that it was this backend that ran."""
-    call = call | changes
-    skip_if_declined(target, flash_kda.Problem.of(inputs_of(call)))
+def run_on(target: Target, function: Callable[..., Any], call: Call, problem: flash_kda.Problem) -> Any:
+    """A function on the target, with the assertion that it was this backend that ran."""
+    skip_if_declined(target, problem)
     with flash_kda.record_backends() as ran:
-        out = flash_kda.kda(**call, backend=target.backend)
+        out = function(**call, backend=target.backend)
     assert ran == [target.backend]
     return out
+
+
+def run(target: Target, call: Call, **changes: Any) -> tuple[Tensor, Tensor | None]:
+    """``kda`` on the target."""
+    call = call | changes
+    found: tuple[Tensor, Tensor | None] = run_on(target, flash_kda.kda, call, flash_kda.Problem.of(inputs_of(call)))
+    return found
+
+
+def changed_fields(case: Any, first: str) -> str:
+    """A case by its ``first`` field, and the others that are not their defaults."""
+    others = (f for f in dataclasses.fields(case) if f.name != first and getattr(case, f.name) != f.default)
+    return "; ".join([str(getattr(case, first)), *(f"{f.name}={getattr(case, f.name)}" for f in others)])
+
+
+def tensors_of(call: Call) -> dict[str, Tensor]:
+    """All tensors of a call but the gate's, by name; those of lists and checkpoints too."""
+    found: dict[str, Tensor] = {}
+    for name, x in call.items():
+        if isinstance(x, Tensor):
+            found[name] = x
+        elif isinstance(x, list):
+            found |= {f"{name} {i}": part for i, part in enumerate(x)}
+        elif isinstance(x, flash_kda.Checkpoints):
+            parts = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
+            found |= {f"{name}.{field}": part for field, part in parts.items() if part is not None}
+    return found
+
+
+def variants(call: Call, changes: dict[str, Any]) -> list[Any]:
+    """Pytest parameters: the call with one change each, an argument by its name or several in a dictionary."""
+    return [pytest.param(call | (x if isinstance(x, dict) else {name: x}), id=name) for name, x in changes.items()]
 
 
 def leaves(call: Call, names: tuple[str, ...] = (*TENSORS, "A_log", "dt_bias")) -> tuple[Call, dict[str, Tensor]]:
@@ -341,5 +373,5 @@ def _boolean(case: Case) -> Case:
 CASES = tuple(_boolean(case) for case in (*_GATES, *_SIZES, *_PACKED, *_OPTIONS))
 
 
-def parameters(cases: tuple[Case, ...]) -> list[Any]:
+def parameters(cases: Iterable[Any]) -> list[Any]:
     return [pytest.param(case, id=str(case)) for case in cases]

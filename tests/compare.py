@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+
 import torch
-from cases import Call, spans_of
+from cases import Call, spans_of, tensors_of
 from torch import Tensor
 
 BLOCK = 16
@@ -98,6 +101,21 @@ def assert_states(
         assert_close(x.transpose(0, 1), y.transpose(0, 1), tolerance, f"{label} {n}", baseline=same)
 
 
+def assert_rows(
+    o: Tensor, expected: Tensor, call: Call, padding: Container[int], tolerance: float, row: str = "row"
+) -> None:
+    """The output of a call on a pool, each row by itself; zeros for ``padding``, and for what belongs to nobody."""
+    spans = spans_of(call)
+    for n, (batch, first, end) in enumerate(spans):
+        got = o[batch, first:end]
+        if n in padding:
+            assert not got.count_nonzero(), f"padding {row} {n} is not zeros"
+        else:
+            assert_close(got, expected[batch, first:end], tolerance, f"o of {row} {n}")
+    if call.get("cu_seqlens") is not None:
+        assert not o[0, spans[-1][2] if spans else 0 :].count_nonzero(), "rows that belong to nobody are not zeros"
+
+
 def bits(x: Tensor) -> Tensor:
     """The tensor as integers, so that equality means equal bits (NaN equals itself, -0 is not 0)."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -111,3 +129,13 @@ def assert_same_bits(got: Tensor | None, expected: Tensor | None, label: str) ->
     assert got.dtype == expected.dtype, f"{label}: got {got.dtype}, expected {expected.dtype}"
     assert got.shape == expected.shape, f"{label}: got shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
     assert torch.equal(bits(got), bits(expected)), f"{label}: bits differ; {worst(got, expected)}"
+
+
+@contextmanager
+def unchanged(call: Call, *but: str) -> Iterator[None]:
+    """The tensors of a call, ``but`` for some, keep their bits."""
+    kept = {name: bits(x).clone() for name, x in tensors_of(call).items() if name not in but}
+    yield
+    found = tensors_of(call)
+    for name, x in kept.items():
+        assert torch.equal(bits(found[name]), x), f"{name} was changed"

@@ -32,6 +32,7 @@ DEVICES = {
     100: Device(100, 148, 232448, 233472),
     120: Device(120, 170, 101376, 102400),
 }
+H200 = DEVICES[90]
 TENSOR_MEMORY = 512  # columns
 
 

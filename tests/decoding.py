@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
-from cases import Call, Case, Target, oracle, skip_if_declined, spans_of
-from compare import assert_close, bits
+from cases import Call, Case, Target, changed_fields, oracle, run_on, spans_of
+from compare import assert_close, assert_rows, assert_same_bits, bits, unchanged
 from torch import Tensor
 
 import flash_kda
@@ -50,12 +49,7 @@ class DecodeCase:
     seed: int = 0
 
     def __str__(self) -> str:
-        changed = [
-            f"{f.name}={value}"
-            for f in dataclasses.fields(self)
-            if (value := getattr(self, f.name)) != f.default and f.name != "rows"
-        ]
-        return "; ".join([str(self.rows), *changed])
+        return changed_fields(self, "rows")
 
     def build(self, device: str = "cpu") -> Call:
         """Arguments; NaN fills the slots that no row reads, those of rows that start from zeros too."""
@@ -167,12 +161,9 @@ def checked(call: Call) -> DecodeInputs:
 
 
 def run(target: Target, call: Call, **changes: Any) -> Tensor:
-    """``kda_decode`` on the target, with the assertion that it was this backend that ran."""
+    """``kda_decode`` on the target."""
     call = call | changes
-    skip_if_declined(target, checked(call).problem)
-    with flash_kda.record_backends() as ran:
-        o = flash_kda.kda_decode(**call, backend=target.backend)
-    assert ran == [target.backend]
+    o: Tensor = run_on(target, flash_kda.kda_decode, call, checked(call).problem)
     return o
 
 
@@ -183,16 +174,9 @@ def assert_decoded(call: Call, before: Tensor, o: Tensor, tolerance: float) -> N
         call: with the pool as it is after the call.
         before: the pool before it.
     """
-    want, written = expected(call | {"pool": before})
-    spans = spans_of(call)
-    for n, (batch, first, end) in enumerate(spans):
-        got, right = o[batch, first:end], want[batch, first:end]
-        if row_of(call | {"pool": before}, n)[0] is None:
-            assert not got.count_nonzero(), f"padding row {n} is not zeros"
-        else:
-            assert_close(got, right, tolerance, f"o of row {n}")
-    if call.get("cu_seqlens") is not None:
-        assert not o[0, spans[-1][2] if spans else 0 :].count_nonzero(), "rows that belong to nobody are not zeros"
+    given = call | {"pool": before}
+    want, written = expected(given)
+    assert_rows(o, want, call, {n for n in range(len(spans_of(call))) if row_of(given, n)[0] is None}, tolerance)
     pool = call["pool"]
     for slot, state in written.items():
         assert_close(pool[slot].transpose(0, 1), state.transpose(0, 1), tolerance, f"state in slot {slot}")
@@ -203,16 +187,40 @@ def assert_decoded(call: Call, before: Tensor, o: Tensor, tolerance: float) -> N
 def check(target: Target, case: DecodeCase, call: Call | None = None) -> None:
     """A case on a target against the definition; inputs keep their bits."""
     call = case.build(target.device) if call is None else call
-    tensors = {name: x for name, x in call.items() if isinstance(x, Tensor) and name != "pool"}
-    kept = {name: bits(x).clone() for name, x in tensors.items()}
     before = call["pool"].clone()
-    o = run(target, call)
+    with unchanged(call, "pool"):
+        o = run(target, call)
     assert o.dtype == call["v"].dtype
     assert o.is_contiguous()
     cpu = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in call.items()}
     assert_decoded(cpu, before.cpu(), o.cpu(), TOLERANCE[target.backend])
-    for name, x in tensors.items():
-        assert torch.equal(bits(x), kept[name]), f"{name} was changed"
+
+
+def check_out(target: Target, run: Callable[..., Tensor], build: Callable[[], Call]) -> None:
+    """A call writes ``out``, dense or a part of a wider tensor, with the bits that it returns otherwise."""
+    want = run(target, build())
+    wide = want.new_full((*want.shape[:-1], want.shape[-1] + 3), torch.nan)
+    for out in (torch.full_like(want, torch.nan), wide[..., 2:-1]):
+        assert run(target, build(), out=out) is out
+        assert_same_bits(out, want, "out")
+    assert bool(wide[..., :2].isnan().all())
+    assert bool(wide[..., -1:].isnan().all())
+
+
+def first_rows(call: Call, rows: Any) -> Call:
+    """The call with some of its rows, in this order; the pools are the same tensors."""
+    names = (*ROWS, "z", "indices", "num_accepted", "has_initial_state")
+    return call | {name: call[name][rows] for name in names if call.get(name) is not None}
+
+
+def in_one_projection(call: Call, names: tuple[str, ...]) -> Tensor:
+    """Make rows of the call strided parts of one tensor, with NaN around them, and return it."""
+    widths = [call[name][0, 0].numel() for name in names]
+    fused = call["q"].new_full((*call["q"].shape[:2], sum(widths) + 9), torch.nan)
+    for name, part in zip(names, fused[..., 3:-6].split(widths, -1), strict=True):
+        part.copy_(call[name].flatten(2))
+        call[name] = part if name == "beta" else part.unflatten(-1, call[name].shape[2:])
+    return fused
 
 
 def spoil(call: Call, name: str, batch: int, token: int) -> Call:
@@ -292,7 +300,3 @@ WIDE = (
 SMALL = tuple(
     DecodeCase(Case(B=3, T=2, H=1, K=K, V=V), index="each") for K, V in ((1, 1), (1, 5), (5, 1), (3, 300), (300, 3))
 )
-
-
-def parameters(cases: tuple[DecodeCase, ...]) -> list[Any]:
-    return [pytest.param(case, id=str(case)) for case in cases]

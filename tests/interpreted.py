@@ -18,13 +18,11 @@ from unittest import mock
 import torch
 from cases import Call, Case, inputs_of, oracle, spans_of
 from compare import assert_outputs, assert_same_bits, assert_states
+from compiling import H200
 from interpreting import main
 from torch import Tensor
 
-from flash_kda.backends.triton.config import Device
-
 TOLERANCE = 2e-5
-H200 = Device(90, 132, 232448, 233472)
 
 
 def launch(call: Call, out: Tensor, final: Tensor | None, *, finite: bool = True) -> None:

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from cases import Call, Case
 from compare import assert_same_bits
+from compiling import H200
 from decoding import ROWS
 from interpreting import main
 from prefilling import BATCH, PACKED, PrefillCase, assert_prefilled, checked, kept_by, on_cpu
 from torch import Tensor
 
 from flash_kda import Checkpoints
-from flash_kda.backends.triton.config import Device, configure
+from flash_kda.backends.triton.config import configure
 from flash_kda.types import PrefillInputs, gate_parameters
 
 TOLERANCE = 2e-5
-H200 = Device(90, 132, 232448, 233472)
 
 
 def launch(call: Call, out: Tensor | None = None) -> Tensor:

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from cases import Call, Case
 from compare import assert_same_bits
-from decoding import BASE, DecodeCase
+from decoding import BASE, DecodeCase, in_one_projection
 from interpreting import main
 from rounding import as_on_a_gpu
 from stepping import CONVOLVED, ROWS, StepCase, assert_stepped, checked, rows_case
@@ -75,12 +75,7 @@ def one_projection() -> None:
     """q, k, v, g, beta and z as parts of one tensor with NaN around them."""
     case = StepCase()
     call = case.build()
-    fused, offset = torch.full((6, 1, 1000), torch.nan), 5
-    for name in ROWS:
-        part = fused[..., offset : offset + call[name][0].numel()]
-        part.copy_(call[name].flatten(2))
-        call[name] = part if name == "beta" else part.unflatten(-1, call[name].shape[2:])
-        offset += part.shape[-1]
+    in_one_projection(call, ROWS)
     check(case, call=call)
 
 

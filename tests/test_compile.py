@@ -10,6 +10,7 @@ import torch
 from cases import Case, Target, inputs_of, leaves, run, skip_if_declined, targets
 from compare import assert_same_bits
 from decoding import BASE, PACKED, DecodeCase, checked
+from operators import assert_one_operator
 from stepping import StepCase
 
 import flash_kda
@@ -133,15 +134,7 @@ def test_decoding_is_one_operator(target: Target, case: DecodeCase, with_out: bo
     """The compiled call gives the bits of the plain one, and updates the pool."""
     call, plain = case.build(target.device), case.build(target.device)
     skip_if_declined(target, checked(call).problem)
-    out = torch.full_like(call["v"], torch.nan) if with_out else None
-    compiled = torch.compile(flash_kda.kda_decode, fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        o = compiled(**call, out=out, backend=target.backend)
-        expected = flash_kda.kda_decode(**plain, backend=target.backend)
-    assert_same_bits(o, expected, "o")
-    assert_same_bits(call["pool"], plain["pool"], "pool")
-    if out is not None:
-        assert_same_bits(out, expected, "out")
+    assert_one_operator(target, flash_kda.kda_decode, call, plain, with_out=with_out)
 
 
 STEPS = (
@@ -158,13 +151,4 @@ def test_a_decode_step_is_one_operator(target: Target, case: StepCase, with_out:
     """The compiled call gives the bits of the plain one, and updates both pools."""
     call, plain = case.build(target.device), case.build(target.device)
     skip_if_declined(target, stepping.checked(call).problem)
-    out = torch.full_like(call["v"], torch.nan) if with_out else None
-    compiled = torch.compile(flash_kda.kda_decode_step, fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        o = compiled(**call, out=out, backend=target.backend)
-        expected = flash_kda.kda_decode_step(**plain, backend=target.backend)
-    assert_same_bits(o, expected, "o")
-    for name in ("pool", "conv_pool"):
-        assert_same_bits(call[name], plain[name], name)
-    if out is not None:
-        assert_same_bits(out, expected, "out")
+    assert_one_operator(target, flash_kda.kda_decode_step, call, plain, with_out=with_out)

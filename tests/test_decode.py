@@ -7,10 +7,10 @@ from typing import Any
 import decoding
 import pytest
 import torch
-from cases import Case, Target, oracle, targets
+from cases import Case, Target, oracle, parameters, targets
 from cases import run as run_kda
 from compare import assert_close, assert_same_bits, bits
-from decoding import BASE, CASES, PACKED, ROWS, SMALL, WIDE, DecodeCase, parameters, run, spoil
+from decoding import BASE, CASES, PACKED, ROWS, SMALL, WIDE, DecodeCase, first_rows, run, spoil
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,12 +23,6 @@ SETTINGS = settings(derandomize=True, deadline=None, database=None, suppress_hea
 def unrounded(target: Target, case: Case) -> Case:
     """The case with a pool that holds a backend's states as they are: the reference computes them in float64."""
     return case.but(dtype="float64", state_dtype="float64") if target.backend == "reference" else case
-
-
-def first_rows(call: dict[str, Any], rows: Any) -> dict[str, Any]:
-    """The call with some of its rows, in this order; the pool is the same tensor."""
-    names = [*ROWS, *(name for name in ("indices", "num_accepted", "has_initial_state") if call[name] is not None)]
-    return call | {name: call[name][rows] for name in names}
 
 
 @pytest.mark.parametrize("case", parameters((*CASES, *WIDE, *SMALL)))
@@ -174,14 +168,7 @@ def test_parts_of_one_projection(target: Target, dtype: str) -> None:
     """q, k, v, g and beta as strided parts of one tensor; nothing is copied and nothing beside them is read."""
     case = DecodeCase(BASE.but(dtype=dtype, T=2), index="each")
     call = case.build(target.device)
-    widths = {"q": 2 * 20, "k": 2 * 20, "v": 4 * 24, "g": 4 * 20, "beta": 4}
-    fused = torch.full((6, 2, sum(widths.values()) + 9), torch.nan, dtype=call["q"].dtype, device=target.device)
-    offset = 3
-    for name, width in widths.items():
-        part = fused[..., offset : offset + width]
-        part.copy_(call[name].flatten(2))
-        call[name] = part if name == "beta" else part.unflatten(-1, call[name].shape[2:])
-        offset += width
+    fused = decoding.in_one_projection(call, ROWS)
     kept = bits(fused).clone()
     decoding.check(target, case, call)
     assert torch.equal(bits(fused), kept)
@@ -220,17 +207,8 @@ def test_one_pool_of_all_layers(target: Target) -> None:
 
 
 def test_out(target: Target) -> None:
-    """Dense, and a part of a wider tensor."""
     case = DecodeCase(BASE.but(T=2), index="each")
-    want = run(target, case.build(target.device))
-    call = case.build(target.device)
-    wide = torch.full((6, 2, 4, 27), torch.nan, device=target.device)
-    for out in (torch.full_like(want, torch.nan), wide[..., 2:26]):
-        call = case.build(target.device)
-        assert run(target, call, out=out) is out
-        assert_same_bits(out, want, "out")
-    assert bool(wide[..., :2].isnan().all())
-    assert bool(wide[..., 26:].isnan().all())
+    decoding.check_out(target, run, lambda: case.build(target.device))
 
 
 def test_uninitialised_memory_is_not_read(target: Target) -> None:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cases import Call, Case
-from compare import bits
+from cases import Call, Case, variants
+from compare import bits, unchanged
 from decoding import DecodeCase, checked
-from torch import Tensor
+from remembering import Remembering, assert_gradients_are_seen
 
 import flash_kda
-from flash_kda import dispatch, forms
+from flash_kda import forms
 
 BASE = DecodeCase(Case(B=3, T=2, H=2, HV=4, K=3, V=5), padding=False)
 EACH = DecodeCase(BASE.rows, index="each", accepted=True, padding=False)
@@ -107,10 +106,8 @@ def test_wrong_arguments(
 ) -> None:
     """The right exception in words, before anything is written."""
     call = case.build()
-    before = bits(call["pool"]).clone()
-    with torch.set_grad_enabled(grad), pytest.raises(error, match="^" + re.escape(message)):
+    with unchanged(call), torch.set_grad_enabled(grad), pytest.raises(error, match="^" + re.escape(message)):
         flash_kda.kda_decode(**call | changes)
-    assert torch.equal(bits(call["pool"]), before)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -149,28 +146,9 @@ def test_explain_knows_decoding() -> None:
 # What is remembered.
 
 
-class Remembering:
-    """A backend on the CPU that knows calls again; it counts what it is asked."""
-
-    def __init__(self) -> None:
-        self.planned: list[Call] = []
-        self.direct: list[tuple[Any, ...]] = []
-
-    def supports(self, problem: flash_kda.Problem) -> str | None:
-        return None
-
-    def run_decode(self, call: Any) -> tuple[Tensor, Any]:
-        self.planned.append(call)
-        return torch.zeros_like(call.inputs.v), lambda *arguments: self.direct.append(arguments) or torch.ones(1)
-
-
 @pytest.fixture
-def remembering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Remembering]:
-    backend = Remembering()
-    monkeypatch.setattr(dispatch, "load", lambda name: backend)
-    forms.form.cache_clear()
-    yield backend
-    forms.form.cache_clear()
+def remembering(monkeypatch: pytest.MonkeyPatch, no_known_forms: None) -> Remembering:
+    return Remembering.in_place(monkeypatch, "run_decode")
 
 
 @torch.no_grad()
@@ -192,7 +170,7 @@ def test_a_second_call_of_a_form_is_direct(remembering: Remembering) -> None:
     assert dt_bias is second["gate"].dt_bias
 
 
-def other_forms() -> list[tuple[str, Call]]:
+def other_forms() -> list[Any]:
     """Valid calls that differ from EACH's in one thing that is not a tensor's values."""
     call = EACH.build()
     gate = call["gate"]
@@ -223,12 +201,12 @@ def other_forms() -> list[tuple[str, Call]]:
         "log": {"gate": flash_kda.LogGate()},
         "rows": {name: call[name][:2] for name in ("q", "k", "v", "g", "beta", "indices", "num_accepted")},
     }
-    return [(name, call | (x if isinstance(x, dict) else {name: x})) for name, x in changes.items()]
+    return variants(call, changes)
 
 
-@pytest.mark.parametrize(("name", "call"), other_forms(), ids=[name for name, _ in other_forms()])
+@pytest.mark.parametrize("call", other_forms())
 @torch.no_grad()
-def test_another_form_is_checked_anew(name: str, call: Call, remembering: Remembering) -> None:
+def test_another_form_is_checked_anew(call: Call, remembering: Remembering) -> None:
     flash_kda.kda_decode(**EACH.build(), backend="cpu")
     flash_kda.kda_decode(**call, backend="cpu")
     assert len(remembering.planned) == 2
@@ -239,22 +217,12 @@ def test_another_form_is_checked_anew(name: str, call: Call, remembering: Rememb
 
 @pytest.mark.parametrize("name", ["q", "g", "pool", "A_log", "dt_bias"])
 def test_a_gradient_is_seen_in_a_known_form(name: str, remembering: Remembering) -> None:
-    """With gradients enabled a form is remembered as well, but a call that wants one is checked, and not remembered."""
-    for _ in range(2):
-        flash_kda.kda_decode(**EACH.build(), backend="cpu")
-    assert len(remembering.planned) == len(remembering.direct) == 1
     call = EACH.build()
     if name in call:
         call[name].requires_grad_()
     else:
         call["gate"] = replace(call["gate"], **{name: getattr(call["gate"], name).requires_grad_()})
-    for planned in (2, 3):
-        flash_kda.kda_decode(**call, backend="cpu")
-        assert len(remembering.planned) == planned
-        assert remembering.planned[-1].problem.grad
-    with torch.no_grad():
-        flash_kda.kda_decode(**call, backend="cpu")
-    assert len(remembering.direct) == 2
+    assert_gradients_are_seen(remembering, flash_kda.kda_decode, EACH.build, call)
 
 
 def test_what_is_remembered_is_bounded() -> None:

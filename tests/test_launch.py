@@ -12,13 +12,11 @@ import pytest
 import torch
 from cases import Call, Case, inputs_of, oracle
 from compare import assert_outputs, assert_same_bits
-from jitted import STREAM, Compiled, Jitted
+from jitted import STREAM, Compiled, Jitted, launch_on_the_cpu
 from torch import Tensor
 
 import flash_kda
 from flash_kda import checks
-from flash_kda.backends import triton as backend
-from flash_kda.backends.triton.config import Device
 from flash_kda.bench import harness
 from flash_kda.types import Signature
 
@@ -26,20 +24,12 @@ pytest.importorskip("triton")
 from flash_kda.backends.triton import forward, launch
 from flash_kda.backends.triton.launch import Launch, Plan
 
-H200 = Device(90, 132, 232448, 233472)
-
 
 @pytest.fixture(autouse=True)
 def _no_device(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Launches need no driver, and the tensors' device, the CPU, is the current one."""
     if request.node.get_closest_marker("gpu") is None:
-        active = SimpleNamespace(get_current_stream=lambda index: STREAM)
-        monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
-        monkeypatch.setattr(launch.triton, "__version__", "3.6.0")
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-        monkeypatch.setattr(backend, "supports", lambda problem: None)
-        monkeypatch.setattr(forward, "device_facts", lambda index: H200)
-        forward.plan.cache_clear()
+        launch_on_the_cpu(monkeypatch)
+    forward.plan.cache_clear()
     yield
     forward.plan.cache_clear()
 
@@ -188,12 +178,7 @@ BASE = Case(B=2, T=40, H=2, HV=4, K=16, V=24, dtype="bfloat16")
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> tuple[Jitted, Jitted]:
     """In place of the real ones, with their parameters."""
-    found = []
-    for name in ("prepare", "recurrence"):
-        real = getattr(forward, name)
-        found.append(Jitted(*real.arg_names))
-        monkeypatch.setattr(forward, name, found[-1])
-    return found[0], found[1]
+    return Jitted.in_place(monkeypatch, forward, "prepare"), Jitted.in_place(monkeypatch, forward, "recurrence")
 
 
 def kda(call: Call) -> None:

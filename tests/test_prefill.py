@@ -8,13 +8,13 @@ from dataclasses import replace
 import prefilling
 import pytest
 import torch
-from cases import Case, Target, targets
+from cases import Case, Target, parameters, targets
 from cases import run as run_kda
 from compare import assert_close, assert_same_bits, bits
 from decoding import ROWS, row_call
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from prefilling import BATCH, CASES, PACKED, WIDE, PrefillCase, parameters, run
+from prefilling import BATCH, CASES, PACKED, WIDE, PrefillCase, run
 
 import flash_kda
 from flash_kda import Checkpoints

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from cases import Case, Target, skip_if_declined, targets
-from compare import assert_same_bits, bits
-from prefilling import PACKED, PrefillCase, checked, kept_by
+from compare import unchanged
+from operators import assert_one_operator
+from prefilling import PACKED, PrefillCase, checked
 from torch import Tensor
 
 import flash_kda
@@ -88,11 +89,8 @@ def test_wrong_arguments(case: PrefillCase, changes: dict[str, Any], error: type
     call = case.build()
     if changes.get("pool", 0) is None or isinstance(changes.get("pool"), Tensor):
         call["checkpoints"] = None
-    pool = call["pool"]
-    before = bits(pool).clone()
-    with pytest.raises(error, match="^" + re.escape(message)):
+    with unchanged(call), pytest.raises(error, match="^" + re.escape(message)):
         flash_kda.kda_prefill(**call | changes)
-    assert torch.equal(bits(pool), before)
 
 
 def test_the_old_way_of_passing_states_is_no_argument() -> None:
@@ -173,13 +171,4 @@ def test_one_operator(target: Target, case: PrefillCase, with_out: bool) -> None
     torch.compiler.reset()
     call, plain = case.build(target.device), case.build(target.device)
     skip_if_declined(target, checked(call).problem)
-    out = torch.full_like(call["v"], torch.nan) if with_out else None
-    compiled = torch.compile(flash_kda.kda_prefill, fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        o = compiled(**call, out=out, backend=target.backend)
-        expected = flash_kda.kda_prefill(**plain, backend=target.backend)
-    assert_same_bits(o, expected, "o")
-    assert_same_bits(call["pool"], plain["pool"], "pool")
-    assert_same_bits(kept_by(call), kept_by(plain), "checkpoints")
-    if out is not None:
-        assert_same_bits(out, expected, "out")
+    assert_one_operator(target, flash_kda.kda_prefill, call, plain, with_out=with_out)

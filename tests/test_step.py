@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import stepping
 import torch
-from cases import Target, skip_if_declined, targets
+from cases import Target, parameters, skip_if_declined, targets, tensors_of
 from compare import assert_close, assert_same_bits, bits
-from decoding import BASE, DecodeCase
-from stepping import CASES, CONVOLVED, ROWS, SMALL, WIDE, StepCase, checked, parameters, rows_case, run, tensors_of
+from decoding import BASE, DecodeCase, check_out, first_rows, in_one_projection
+from stepping import CASES, CONVOLVED, ROWS, SMALL, WIDE, StepCase, checked, rows_case, run
 from torch.nn import functional as F
 
 import flash_kda
@@ -18,12 +16,6 @@ from flash_kda.nn import GatedRMSNorm, ShortConvolution
 
 pytestmark = pytest.mark.parametrize("target", targets())
 POOLS = ("pool", "conv_pool")
-
-
-def first_rows(call: dict[str, Any], rows: Any) -> dict[str, Any]:
-    """The call with some of its rows, in this order; the pools are the same tensors."""
-    names = [*ROWS, *(name for name in ("indices", "has_initial_state") if call[name] is not None)]
-    return call | {name: call[name][rows] for name in names}
 
 
 @pytest.mark.parametrize("case", parameters((*CASES, *WIDE, *SMALL)))
@@ -130,14 +122,7 @@ def test_parts_of_one_projection(target: Target, dtype: str) -> None:
     """q, k, v, g, beta and z as strided parts of one tensor; nothing is copied and nothing beside them is read."""
     case = StepCase(DecodeCase(BASE.but(dtype=dtype)), z_dtype=dtype)
     call = case.build(target.device)
-    fused = torch.full((6, 1, sum(call[name][0].numel() for name in ROWS) + 9), torch.nan, device=target.device)
-    fused = fused.to(call["q"].dtype)
-    offset = 3
-    for name in ROWS:
-        part = fused[..., offset : offset + call[name][0].numel()]
-        part.copy_(call[name].flatten(2))
-        call[name] = part if name == "beta" else part.unflatten(-1, call[name].shape[2:])
-        offset += part.shape[-1]
+    fused = in_one_projection(call, ROWS)
     kept = bits(fused).clone()
     stepping.check(target, case, call)
     assert torch.equal(bits(fused), kept)
@@ -165,16 +150,7 @@ def test_strides(target: Target) -> None:
 
 
 def test_out(target: Target) -> None:
-    """Dense, and a part of a wider tensor."""
-    case = StepCase()
-    want = run(target, case.build(target.device))
-    wide = torch.full((6, 1, 4, 27), torch.nan, device=target.device)
-    for out in (torch.full_like(want, torch.nan), wide[..., 2:26]):
-        call = case.build(target.device)
-        assert run(target, call, out=out) is out
-        assert_same_bits(out, want, "out")
-    assert bool(wide[..., :2].isnan().all())
-    assert bool(wide[..., 26:].isnan().all())
+    check_out(target, run, lambda: StepCase().build(target.device))
 
 
 def test_uninitialised_memory_is_not_read(target: Target) -> None:

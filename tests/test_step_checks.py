@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from cases import Call, Case
-from compare import bits
+from cases import Call, Case, variants
+from compare import unchanged
 from decoding import DecodeCase
+from remembering import Remembering, assert_gradients_are_seen
 from stepping import StepCase, checked
-from torch import Tensor
 
 import flash_kda
-from flash_kda import dispatch, forms
 
 BASE = StepCase(DecodeCase(Case(B=3, T=1, H=2, HV=4, K=3, V=5), padding=False, known=True), bias=True)
 zeros, ints = torch.zeros, torch.tensor
@@ -107,11 +105,8 @@ WRONG: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
 def test_wrong_arguments(changes: dict[str, Any], error: type[Exception], message: str, grad: bool) -> None:
     """The right exception in words, before anything is written."""
     call = BASE.build()
-    pools = {name: bits(call[name]).clone() for name in ("pool", "conv_pool")}
-    with torch.set_grad_enabled(grad), pytest.raises(error, match="^" + re.escape(message)):
+    with unchanged(call), torch.set_grad_enabled(grad), pytest.raises(error, match="^" + re.escape(message)):
         flash_kda.kda_decode_step(**call | changes)
-    for name, before in pools.items():
-        assert torch.equal(bits(call[name]), before)
 
 
 def test_problem_of_a_call() -> None:
@@ -140,28 +135,9 @@ def test_explain_knows_the_step() -> None:
 # What is remembered.
 
 
-class Remembering:
-    """A backend on the CPU that knows calls again; it counts what it is asked."""
-
-    def __init__(self) -> None:
-        self.planned: list[Any] = []
-        self.direct: list[tuple[Any, ...]] = []
-
-    def supports(self, problem: flash_kda.Problem) -> str | None:
-        return None
-
-    def run_step(self, call: Any) -> tuple[Tensor, Any]:
-        self.planned.append(call)
-        return zeros(1), lambda *arguments: self.direct.append(arguments) or torch.ones(1)
-
-
 @pytest.fixture
-def remembering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Remembering]:
-    backend = Remembering()
-    monkeypatch.setattr(dispatch, "load", lambda name: backend)
-    forms.form.cache_clear()
-    yield backend
-    forms.form.cache_clear()
+def remembering(monkeypatch: pytest.MonkeyPatch, no_known_forms: None) -> Remembering:
+    return Remembering.in_place(monkeypatch, "run_step")
 
 
 @torch.no_grad()
@@ -183,7 +159,7 @@ def test_a_second_call_of_a_form_is_direct(remembering: Remembering) -> None:
     assert planned.tensors[0] is first["q"]
 
 
-def other_forms() -> list[tuple[str, Call]]:
+def other_forms() -> list[Any]:
     """Valid calls that differ from the base in one thing that is not a tensor's values."""
     call = BASE.build()
     gate = call["gate"]
@@ -220,12 +196,12 @@ def other_forms() -> list[tuple[str, Call]]:
         "softplus": {"gate": flash_kda.SoftplusGate(gate.A_log, gate.dt_bias)},
         "rows": {name: call[name][:2] for name in ("q", "k", "v", "g", "beta", "z", "indices", "has_initial_state")},
     }
-    return [(name, call | (x if isinstance(x, dict) else {name: x})) for name, x in changes.items()]
+    return variants(call, changes)
 
 
-@pytest.mark.parametrize(("name", "call"), other_forms(), ids=[name for name, _ in other_forms()])
+@pytest.mark.parametrize("call", other_forms())
 @torch.no_grad()
-def test_another_form_is_checked_anew(name: str, call: Call, remembering: Remembering) -> None:
+def test_another_form_is_checked_anew(call: Call, remembering: Remembering) -> None:
     flash_kda.kda_decode_step(**BASE.build(), backend="cpu")
     flash_kda.kda_decode_step(**call, backend="cpu")
     assert len(remembering.planned) == 2
@@ -244,16 +220,10 @@ def test_the_step_and_decoding_share_no_form(remembering: Remembering) -> None:
 
 @pytest.mark.parametrize("name", ["q", "z", "pool", "conv_pool", "conv_weights", "conv_biases", "norm_weight", "A_log"])
 def test_a_gradient_is_seen_in_a_known_form(name: str, remembering: Remembering) -> None:
-    for _ in range(2):
-        flash_kda.kda_decode_step(**BASE.build(), backend="cpu")
-    assert len(remembering.planned) == len(remembering.direct) == 1
     call = BASE.build()
     x = getattr(call["gate"], name) if name == "A_log" else call[name]
     (x[1] if isinstance(x, list) else x).requires_grad_()
-    for planned in (2, 3):
-        flash_kda.kda_decode_step(**call, backend="cpu")
-        assert len(remembering.planned) == planned
-        assert remembering.planned[-1].problem.grad
+    assert_gradients_are_seen(remembering, flash_kda.kda_decode_step, BASE.build, call)
 
 
 @pytest.mark.parametrize(("name", "wrong"), [("norm_eps", True), ("qk_l2norm", 1), ("pad_index", -1.0)])

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import interpreted_decode
 import pytest
 import torch
-from cases import Call, Case, Target
+from cases import Call, Case, Target, parameters
 from compare import assert_same_bits
 from compiling import (
     DEVICES,
@@ -30,10 +27,10 @@ from compiling import (
     meta_pool,
     meta_rows,
 )
-from decoding import BASE, CASES, PACKED, ROWS, DecodeCase, check, parameters, run
+from decoding import BASE, CASES, PACKED, ROWS, DecodeCase, check, first_rows, run
 from interpreting import interpreted_cases
-from jitted import STREAM, Jitted
-from test_decode import first_rows
+from jitted import Jitted, assert_dense_gate, assert_no_shared_launch, launch_on_the_cpu, launched_directly
+from on_a_gpu import assert_replays_are_eager, compilations, no_wait, turned
 from test_decode_checks import EACH, other_forms
 from torch import Tensor
 
@@ -224,23 +221,12 @@ def test_batch_strides_of_one_row_do_not_matter() -> None:
 
 
 @pytest.fixture
-def jitted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Jitted]:
-    """In place of the kernel, with its parameters; tensors on the CPU are launched, and no form is known."""
-    pytest.importorskip("triton")
-    from flash_kda.backends import triton as backend
-    from flash_kda.backends.triton import decode_launch, launch
+def jitted(monkeypatch: pytest.MonkeyPatch, no_known_forms: None) -> Jitted:
+    """In place of the kernel."""
+    launch_on_the_cpu(monkeypatch)
+    from flash_kda.backends.triton import decode_launch
 
-    found = Jitted(*decode_launch.kernels.decode.arg_names)
-    monkeypatch.setattr(decode_launch.kernels, "decode", found)
-    active = SimpleNamespace(get_current_stream=lambda index: STREAM)
-    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
-    monkeypatch.setattr(launch.triton, "__version__", "3.6.0")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(backend, "supports", lambda problem: None)
-    monkeypatch.setattr(decode_launch, "device_facts", lambda index: DEVICES[90])
-    forms.form.cache_clear()
-    yield found
-    forms.form.cache_clear()
+    return Jitted.in_place(monkeypatch, decode_launch.kernels, "decode")
 
 
 @torch.no_grad()
@@ -248,50 +234,21 @@ def test_a_known_form_is_launched_directly(jitted: Jitted) -> None:
     """With its own tensors; what is absent is stood in for, and the output is all that is allocated."""
     case = DecodeCase(PACKED.but(lengths=(1, 2)), known=True)
     calls = [case.build() for _ in range(3)]
-    for call in calls:
-        with mock.patch.object(torch, "empty", wraps=torch.empty) as empty:
-            o = flash_kda.kda_decode(**call, backend="triton")
-    assert len(jitted.by_triton) == 1
-    assert empty.call_count == 1
-    key, arguments = jitted.direct[-1]
-    assert key == jitted.keys[0]
+    o, pointers = launched_directly(jitted, flash_kda.kda_decode, calls, allocations=1)
     x, gate = calls[-1], calls[-1]["gate"]
     given = [*(x[name] for name in ROWS), gate.A_log, gate.dt_bias, x["cu_seqlens"], x["pool"], x["indices"]]
-    pointers = [t.data_ptr() for t in (*given, x["q"], x["has_initial_state"], o)]
-    values = [value for value in jitted.by_triton[0][1] if not isinstance(value, Tensor)]
-    assert list(arguments[-len(pointers) - len(values) :]) == [*pointers, *values]
-    assert arguments[:4] == (*jitted.by_triton[0][0], 1, 1, STREAM)
+    assert pointers == [t.data_ptr() for t in (*given, x["q"], x["has_initial_state"], o)]
 
 
-@pytest.mark.parametrize(("name", "other"), other_forms(), ids=[name for name, _ in other_forms()])
+@pytest.mark.parametrize("other", other_forms())
 @torch.no_grad()
-def test_what_differs_shares_no_launch(name: str, other: Call, jitted: Jitted) -> None:
-    for _ in range(3):
-        for call in (EACH.build(), other):
-            flash_kda.kda_decode(**call, backend="triton")
-    assert len(jitted.by_triton) == 2
-    assert [key for key, _ in jitted.direct] == jitted.keys * 2
-    for (_, direct), (_, given, _) in zip(jitted.direct, jitted.by_triton * 2, strict=True):
-        values = tuple(value for value in given if not isinstance(value, Tensor))
-        assert direct[-len(values) :] == values
+def test_what_differs_shares_no_launch(other: Call, jitted: Jitted) -> None:
+    assert_no_shared_launch(jitted, flash_kda.kda_decode, EACH.build, other)
 
 
 @torch.no_grad()
 def test_gate_parameters_reach_the_kernel_dense_in_float32(jitted: Jitted) -> None:
-    """The checks admit float64 and strides, in every call of the form."""
-    call = DecodeCase().build()
-    gate = call["gate"]
-    wide = flash_kda.LowerBoundGate(gate.A_log.double(), gate.dt_bias.t().contiguous().t())
-    seen: list[tuple[Tensor, Tensor]] = []
-    jitted.compile = lambda *_: None
-    for _ in range(3):
-        flash_kda.kda_decode(**call | {"gate": wide}, backend="triton")
-        given = dict(zip(jitted.arg_names, jitted.by_triton[-1][1], strict=True))
-        seen.append((given["p_A_log"], given["p_dt_bias"]))
-    for A_log, dt_bias in seen:
-        assert_same_bits(A_log, gate.A_log, "A_log")
-        assert_same_bits(dt_bias, gate.dt_bias, "dt_bias")
-        assert dt_bias.is_contiguous()
+    assert_dense_gate(jitted, flash_kda.kda_decode, DecodeCase().build())
 
 
 @pytest.mark.parametrize("rows", [BASE.but(B=0), BASE.but(T=0)], ids=str)
@@ -318,12 +275,6 @@ gpu = pytest.mark.gpu
 TRITON = Target("triton", "cuda", partial=True)
 
 
-def fill(buffers: Call, call: Call) -> None:
-    for name, x in call.items():
-        if isinstance(x, Tensor):
-            buffers[name].copy_(x)
-
-
 @gpu
 @pytest.mark.parametrize(
     "case",
@@ -338,24 +289,8 @@ def fill(buffers: Call, call: Call) -> None:
 )
 def test_replay_is_eager(case: DecodeCase) -> None:
     """A captured call, replayed with other rows, states, indices, lengths and counts, gives the bits of a plain one."""
-    buffers = case.build("cuda")
-    out = torch.empty_like(buffers["v"])
-    run(TRITON, buffers, out=out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        flash_kda.kda_decode(**buffers, out=out, backend="triton")
-    for seed in range(1, 6):
-        lengths = case.rows.lengths
-        turned = lengths and lengths[seed % len(lengths) :] + lengths[: seed % len(lengths)]
-        call = replace(case, seed=seed, rows=case.rows.but(seed=seed, lengths=turned)).build("cuda")
-        # The gate's parameters belong to the model: they stay.
-        call["gate"] = buffers["gate"]
-        fill(buffers, call)
-        out.fill_(torch.nan)
-        graph.replay()
-        o = run(TRITON, call)
-        assert_same_bits(out, o, f"o of replay {seed}")
-        assert_same_bits(buffers["pool"], call["pool"], f"pool of replay {seed}")
+    others = [turned(case, seed).build("cuda") for seed in range(1, 6)]
+    assert_replays_are_eager(TRITON, run, flash_kda.kda_decode, case.build("cuda"), others)
 
 
 @gpu
@@ -388,17 +323,12 @@ def test_no_wait_no_allocation_no_compilation(index: str, grad: bool) -> None:
     outs = [torch.empty_like(call["v"]) for call in calls]
     with torch.set_grad_enabled(grad):
         run(TRITON, calls[0], out=outs[0])
-        torch.cuda.synchronize()
-        compiled, allocated = kernels_compiled(), torch.cuda.memory_stats()["allocation.all.allocated"]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        compiled = kernels_compiled()
+        with no_wait(allocations=0):
             for call, out in zip(calls * 2, outs * 2, strict=True):
                 flash_kda.kda_decode(**call, out=out, backend="triton")
-            assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+        with no_wait(allocations=1):
             o = flash_kda.kda_decode(**calls[0], backend="triton")
-            assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated + 1
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     assert o.shape == calls[0]["v"].shape
     assert kernels_compiled() == compiled
 
@@ -422,14 +352,9 @@ def test_host_time() -> None:
 @torch.inference_mode()
 def test_padding_rows_compile_what_serving_needs(index: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After calls that touch nothing, no number of rows has Triton compile a kernel again, whatever slots there are."""
-    import triton
-
     from flash_kda.backends.triton import decode as kernels
 
-    compiled: list[str] = []
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what["repr"]))
-    monkeypatch.setattr(kernels.decode, "device_caches", defaultdict(kernels.decode.create_binder))
-    forms.form.cache_clear()
+    compiled = compilations(monkeypatch, kernels.decode)
     rows = 50
     case = DecodeCase(Case(B=rows, T=3, H=12, K=128, V=128, dtype="bfloat16"), index=index, known=True)
     buffers = case.build("cuda")
@@ -442,7 +367,7 @@ def test_padding_rows_compile_what_serving_needs(index: str, monkeypatch: pytest
     assert compiled, "the hook is not called"
     compiled.clear()
     for n in range(1, rows + 1):
-        other = replace(case, seed=n, rows=case.rows.but(seed=n)).build("cuda")
+        other = turned(case, n).build("cuda")
         other["pool"] = torch.cat([other["pool"], other["pool"][:n]])
         run(TRITON, first_rows(other, slice(n)))
     assert not compiled

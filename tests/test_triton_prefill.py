@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import interpreted_prefill
 import prefilling
 import pytest
 import torch
-from cases import Call, Case, Target
+from cases import Call, Case, Target, parameters, tensors_of, variants
 from compare import assert_close, assert_same_bits
 from compiling import (
     DEVICES,
@@ -32,11 +28,11 @@ from compiling import (
 )
 from decoding import ROWS, row_call
 from interpreting import interpreted_cases
-from jitted import STREAM, Jitted
-from prefilling import BATCH, CASES, PACKED, PrefillCase, check, parameters, run
+from jitted import Jitted, assert_no_shared_launch, launch_on_the_cpu, launched_directly
+from on_a_gpu import assert_replays_are_eager, compilations, no_wait, turned
+from prefilling import BATCH, CASES, PACKED, PrefillCase, check, run
 from test_triton import ForwardBuild, assert_fetches_ahead, assert_uses_wgmma, shared_bytes
 from test_triton import budget as forward_budget
-from torch import Tensor
 
 import flash_kda
 from flash_kda import Checkpoints, forms
@@ -190,24 +186,13 @@ def test_every_parameter_has_what_it_needs(build: PrefillBuild) -> None:
 
 
 @pytest.fixture
-def jitted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Jitted]:
-    """In place of the kernel with a pool; tensors on the CPU are launched, and no form is known."""
-    pytest.importorskip("triton")
-    from flash_kda.backends import triton as backend
-    from flash_kda.backends.triton import forward, launch, prefill_launch, prepare
+def jitted(monkeypatch: pytest.MonkeyPatch, no_known_forms: None) -> Jitted:
+    """In place of the kernel with a pool, and of the preparation."""
+    launch_on_the_cpu(monkeypatch)
+    from flash_kda.backends.triton import forward, prefill_launch
 
-    found = Jitted(*prefill_launch.pooled_recurrence.arg_names)
-    monkeypatch.setattr(prefill_launch, "pooled_recurrence", found)
-    monkeypatch.setattr(forward, "prepare", Jitted(*prepare.prepare.arg_names))
-    active = SimpleNamespace(get_current_stream=lambda index: STREAM)
-    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
-    monkeypatch.setattr(launch.triton, "__version__", "3.6.0")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(backend, "supports", lambda problem: None)
-    monkeypatch.setattr(forward, "device_facts", lambda index: DEVICES[90])
-    forms.form.cache_clear()
-    yield found
-    forms.form.cache_clear()
+    Jitted.in_place(monkeypatch, forward, "prepare")
+    return Jitted.in_place(monkeypatch, prefill_launch, "pooled_recurrence")
 
 
 @torch.no_grad()
@@ -216,74 +201,59 @@ def test_a_known_form_is_launched_directly(jitted: Jitted, checkpoints: str) -> 
     """With its own tensors; output and scratch memory are all that is allocated."""
     case = PrefillCase(PACKED, known=True, checkpoints=checkpoints)
     calls = [case.build() for _ in range(3)]
-    for call in calls:
-        with mock.patch.object(torch, "empty", wraps=torch.empty) as empty:
-            o = flash_kda.kda_prefill(**call, backend="triton")
-    assert len(jitted.by_triton) == 1
-    assert empty.call_count == 2
-    key, arguments = jitted.direct[-1]
-    assert key == jitted.keys[0]
+    o, pointers = launched_directly(jitted, flash_kda.kda_prefill, calls, allocations=2)
     x = calls[-1]
     c, q = x["checkpoints"], x["q"]
     kept = x["pool"] if c.states is None else c.states
     head = [*(x[name] for name in ROWS), x["gate"].A_log, x["gate"].dt_bias, x["cu_seqlens"]]
     tail = [x["pool"], x["pool"], o, x["indices"], x["has_initial_state"], c.offsets, c.cu_offsets]
     tail += [q if c.indices is None else c.indices, kept]
-    values = [value for value in jitted.by_triton[0][1] if not isinstance(value, Tensor)]
-    pointers = list(arguments[: -len(values)])
-    assert pointers[-len(tail) :] == [t.data_ptr() for t in tail]
     # Between them are tiles, squares and decays, which are scratch memory.
-    first = len(tail) + 3 + len(head)
-    assert pointers[-first : -first + len(head)] == [t.data_ptr() for t in head]
-    assert list(arguments[-len(values) :]) == values
-    assert arguments[:4] == (*jitted.by_triton[0][0], 1, 1, STREAM)
+    assert len(pointers) == len(head) + 3 + len(tail)
+    assert pointers[: len(head)] == [t.data_ptr() for t in head]
+    assert pointers[-len(tail) :] == [t.data_ptr() for t in tail]
 
 
-def other_forms() -> list[tuple[str, Call]]:
+def other_forms() -> list[Any]:
     """Calls that differ from the first one in one thing each."""
     base = PrefillCase(known=True, checkpoints="placed")
+    call = base.build()
+    c, pool = call["checkpoints"], call["pool"]
 
-    def call(case: PrefillCase = base, **changes: Any) -> Call:
-        return case.build() | changes
+    def places(**changes: Any) -> dict[str, Any]:
+        return {"checkpoints": replace(c, **changes)}
 
-    c = call()["checkpoints"]
-    pool = call()["pool"]
-    return [
-        ("no checkpoints", call(checkpoints=None)),
-        ("places in order", call(checkpoints=replace(c, indices=None))),
-        ("checkpoints in the pool", call(checkpoints=replace(c, states=None))),
-        ("offsets of 64 bits", call(checkpoints=replace(c, offsets=c.offsets.long()))),
-        ("boundaries of 64 bits", call(checkpoints=replace(c, cu_offsets=c.cu_offsets.long()))),
-        ("places of 64 bits", call(checkpoints=replace(c, indices=c.indices.long()))),
-        ("checkpoints in bfloat16", call(checkpoints=replace(c, states=c.states.bfloat16()))),
-        ("more places", call(checkpoints=replace(c, states=torch.cat([c.states, c.states])))),
-        ("fewer offsets", call(checkpoints=replace(c, offsets=c.offsets[:-1], indices=c.indices[:-1]))),
-        ("strided offsets", call(checkpoints=replace(c, offsets=c.offsets.repeat_interleave(2)[::2]))),
-        ("no indices", call(indices=None)),
-        ("no mask", call(has_initial_state=None)),
-        ("indices of 64 bits", call(indices=call()["indices"].long())),
-        ("pad index", call(pad_index=0)),
-        ("no states written", call(write_states=False)),
-        ("pool in bfloat16", call(pool=pool.bfloat16())),
-        ("more slots", call(pool=torch.cat([pool, pool]))),
-        ("strided pool", call(pool=torch.stack([pool, pool], 1)[:, 0])),
-        ("layout", call(replace(base, rows=PACKED.but(layout="kv")))),
-        ("scale", call(scale=0.5)),
-        ("packed differently", call(replace(base, rows=PACKED.but(tail=4)))),
-    ]
+    changes: dict[str, Any] = {
+        "no checkpoints": {"checkpoints": None},
+        "places in order": places(indices=None),
+        "checkpoints in the pool": places(states=None),
+        "offsets of 64 bits": places(offsets=c.offsets.long()),
+        "boundaries of 64 bits": places(cu_offsets=c.cu_offsets.long()),
+        "places of 64 bits": places(indices=c.indices.long()),
+        "checkpoints in bfloat16": places(states=c.states.bfloat16()),
+        "more places": places(states=torch.cat([c.states, c.states])),
+        "fewer offsets": places(offsets=c.offsets[:-1], indices=c.indices[:-1]),
+        "strided offsets": places(offsets=c.offsets.repeat_interleave(2)[::2]),
+        "no indices": {"indices": None},
+        "no mask": {"has_initial_state": None},
+        "indices of 64 bits": {"indices": call["indices"].long()},
+        "pad index": {"pad_index": 0},
+        "no states written": {"write_states": False},
+        "pool in bfloat16": {"pool": pool.bfloat16()},
+        "more slots": {"pool": torch.cat([pool, pool])},
+        "strided pool": {"pool": torch.stack([pool, pool], 1)[:, 0]},
+        "layout": replace(base, rows=PACKED.but(layout="kv")).build(),
+        "scale": 0.5,
+        "packed differently": replace(base, rows=PACKED.but(tail=4)).build(),
+    }
+    return variants(call, changes)
 
 
-@pytest.mark.parametrize(("name", "other"), other_forms(), ids=[name for name, _ in other_forms()])
+@pytest.mark.parametrize("other", other_forms())
 @torch.no_grad()
-def test_what_differs_shares_no_launch(name: str, other: Call, jitted: Jitted) -> None:
-    for _ in range(3):
-        for call in (PrefillCase(known=True, checkpoints="placed").build(), other):
-            flash_kda.kda_prefill(**call, backend="triton")
-    assert len(jitted.by_triton) == 2
-    assert [key for key, _ in jitted.direct] == jitted.keys * 2
-    for (_, direct), (_, given, _) in zip(jitted.direct, jitted.by_triton * 2, strict=True):
-        values = tuple(value for value in given if not isinstance(value, Tensor))
-        assert direct[-len(values) :] == values
+def test_what_differs_shares_no_launch(other: Call, jitted: Jitted) -> None:
+    first = PrefillCase(known=True, checkpoints="placed")
+    assert_no_shared_launch(jitted, flash_kda.kda_prefill, first.build, other)
 
 
 @pytest.mark.parametrize("rows", [BATCH.but(B=0), BATCH.but(T=0)], ids=str)
@@ -298,24 +268,6 @@ def test_nothing_is_launched_for_nothing(rows: Case, jitted: Jitted) -> None:
 
 gpu = pytest.mark.gpu
 TRITON = Target("triton", "cuda", tolerance=6e-3, partial=True)
-
-
-def tensors_of(call: Call) -> dict[str, Tensor]:
-    """All that a call reads or writes, by name."""
-    found = {name: x for name, x in call.items() if isinstance(x, Tensor)}
-    if (c := call["checkpoints"]) is not None:
-        names = ("offsets", "cu_offsets", "states", "places")
-        found |= {f"checkpoints.{name}": x for name, x in zip(names, c.tensors, strict=True) if x is not None}
-    return found
-
-
-def turned(case: PrefillCase, seed: int) -> PrefillCase:
-    """Other values, and lengths, offsets and boundaries in another order of the sequences: as many of each."""
-    lengths = case.rows.lengths
-    if lengths:
-        by = seed % len(lengths)
-        lengths = lengths[by:] + lengths[:by]
-    return replace(case, seed=seed, rows=case.rows.but(seed=seed, lengths=lengths))
 
 
 @gpu
@@ -333,24 +285,8 @@ def turned(case: PrefillCase, seed: int) -> PrefillCase:
 )
 def test_replay_is_eager(case: PrefillCase) -> None:
     """A captured call, replayed with other rows, states, boundaries, indices and offsets, gives a plain one's bits."""
-    buffers = case.build("cuda")
-    out = torch.empty_like(buffers["v"])
-    run(TRITON, buffers, out=out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        flash_kda.kda_prefill(**buffers, out=out, backend="triton")
-    for seed in range(1, 6):
-        call = turned(case, seed).build("cuda")
-        # The gate's parameters belong to the model: they stay.
-        call["gate"] = buffers["gate"]
-        for name, x in tensors_of(buffers).items():
-            x.copy_(tensors_of(call)[name])
-        out.fill_(math.nan)
-        graph.replay()
-        o = run(TRITON, call)
-        assert_same_bits(out, o, f"o of replay {seed}")
-        for name, x in tensors_of(buffers).items():
-            assert_same_bits(x, tensors_of(call)[name], f"{name} after replay {seed}")
+    others = [turned(case, seed).build("cuda") for seed in range(1, 6)]
+    assert_replays_are_eager(TRITON, run, flash_kda.kda_prefill, case.build("cuda"), others)
 
 
 @gpu
@@ -371,24 +307,15 @@ def test_a_known_form_gives_the_bits_of_a_checked_call(case: PrefillCase) -> Non
 @pytest.mark.parametrize("gate", ["lower_bound", "softplus"])
 def test_no_wait_no_compilation(checkpoints: str, gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first call: other lengths, values, offsets and pad indices; output and scratch are allocated alone."""
-    import triton
-
     rows = Case(lengths=(300, 1, 0, 77, 130, 1), H=4, HV=8, K=128, V=128, dtype="bfloat16", gate=gate)
     case = PrefillCase(rows, known=True, checkpoints=checkpoints, every=48)
     calls = [replace(turned(case, seed), pad=pad).build("cuda") for seed, pad in ((0, -1), (1, -1), (2, 0), (3, 0))]
     outs = [torch.empty_like(call["v"]) for call in calls]
     run(TRITON, calls[0], out=outs[0])
-    torch.cuda.synchronize()
-    compiled: list[str] = []
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what["repr"]))
-    allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    compiled = compilations(monkeypatch)
+    with no_wait(allocations=8):
         for call, out in zip(calls * 2, outs * 2, strict=True):
             flash_kda.kda_prefill(**call, out=out, backend="triton")
-        assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated + 8
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert not compiled
 
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import interpreted_step
 import pytest
 import torch
-from cases import Call, Case, Target
+from cases import Call, Case, Target, parameters
 from compare import assert_same_bits
 from compiling import (
     DEVICES,
@@ -29,11 +25,11 @@ from compiling import (
     meta_pool,
     meta_rows,
 )
-from decoding import BASE, DecodeCase
+from decoding import BASE, DecodeCase, first_rows
 from interpreting import interpreted_cases
-from jitted import STREAM, Jitted
-from stepping import CASES, ROWS, StepCase, check, parameters, rows_case, run, tensors_of
-from test_step import first_rows
+from jitted import Jitted, assert_dense_gate, assert_no_shared_launch, launch_on_the_cpu, launched_directly
+from on_a_gpu import assert_replays_are_eager, compilations, no_wait, turned
+from stepping import CASES, ROWS, StepCase, check, rows_case, run
 from test_step_checks import BASE as PLAIN
 from test_step_checks import other_forms
 from torch import Tensor
@@ -210,22 +206,12 @@ def test_every_parameter_has_what_it_needs(build: StepBuild) -> None:
 
 
 @pytest.fixture
-def jitted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Jitted]:
-    """In place of the kernel, with its parameters; tensors on the CPU are launched, and no form is known."""
-    pytest.importorskip("triton")
-    from flash_kda.backends import triton as backend
-    from flash_kda.backends.triton import launch, step_launch
+def jitted(monkeypatch: pytest.MonkeyPatch, no_known_forms: None) -> Jitted:
+    """In place of the kernel."""
+    launch_on_the_cpu(monkeypatch)
+    from flash_kda.backends.triton import step_launch
 
-    found = Jitted(*step_launch.kernels.step.arg_names)
-    monkeypatch.setattr(step_launch.kernels, "step", found)
-    active = SimpleNamespace(get_current_stream=lambda index: STREAM)
-    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
-    monkeypatch.setattr(launch.triton, "__version__", "3.6.0")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(backend, "supports", lambda problem: None)
-    forms.form.cache_clear()
-    yield found
-    forms.form.cache_clear()
+    return Jitted.in_place(monkeypatch, step_launch.kernels, "step")
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -234,48 +220,23 @@ def test_a_known_form_is_launched_directly(bias: bool, jitted: Jitted) -> None:
     """In one launch with its own tensors; what is absent is stood in for, and the output is all that is allocated."""
     case = StepCase(DecodeCase(BASE, known=True), bias=bias)
     calls = [case.build() for _ in range(3)]
-    for x in calls:
-        with mock.patch.object(torch, "empty", wraps=torch.empty) as empty:
-            o = flash_kda.kda_decode_step(**x, backend="triton")
-    assert len(jitted.by_triton) == 1
-    assert len(jitted.direct) == 2
-    assert empty.call_count == 1
-    key, arguments = jitted.direct[-1]
-    assert key == jitted.keys[0]
+    o, pointers = launched_directly(jitted, flash_kda.kda_decode_step, calls, allocations=1)
+    x = calls[-1]
     biases = x["conv_biases"] or [x["q"]] * 3
     given = [*(x[name] for name in ROWS), x["gate"].A_log, x["gate"].dt_bias, x["pool"], x["conv_pool"], x["indices"]]
     given += [x["has_initial_state"], *x["conv_weights"], *biases, x["norm_weight"], o]
-    pointers = [t.data_ptr() for t in given]
-    values = [value for value in jitted.by_triton[0][1] if not isinstance(value, Tensor)]
-    assert list(arguments[-len(pointers) - len(values) :]) == [*pointers, *values]
-    assert arguments[:4] == (*jitted.by_triton[0][0], 1, 1, STREAM)
+    assert pointers == [t.data_ptr() for t in given]
 
 
-@pytest.mark.parametrize(("name", "other"), other_forms(), ids=[name for name, _ in other_forms()])
+@pytest.mark.parametrize("other", other_forms())
 @torch.no_grad()
-def test_what_differs_shares_no_launch(name: str, other: Call, jitted: Jitted) -> None:
-    for _ in range(3):
-        for call in (PLAIN.build(), other):
-            flash_kda.kda_decode_step(**call, backend="triton")
-    assert len(jitted.by_triton) == 2
-    assert [key for key, _ in jitted.direct] == jitted.keys * 2
-    for (_, direct), (_, given, _) in zip(jitted.direct, jitted.by_triton * 2, strict=True):
-        values = tuple(value for value in given if not isinstance(value, Tensor))
-        assert direct[-len(values) :] == values
+def test_what_differs_shares_no_launch(other: Call, jitted: Jitted) -> None:
+    assert_no_shared_launch(jitted, flash_kda.kda_decode_step, PLAIN.build, other)
 
 
 @torch.no_grad()
 def test_gate_parameters_reach_the_kernel_dense_in_float32(jitted: Jitted) -> None:
-    call = StepCase().build()
-    gate = call["gate"]
-    wide = flash_kda.LowerBoundGate(gate.A_log.double(), gate.dt_bias.t().contiguous().t())
-    jitted.compile = lambda *_: None
-    for _ in range(2):
-        flash_kda.kda_decode_step(**call | {"gate": wide}, backend="triton")
-        given = dict(zip(jitted.arg_names, jitted.by_triton[-1][1], strict=True))
-        assert_same_bits(given["p_A_log"], gate.A_log, "A_log")
-        assert_same_bits(given["p_dt_bias"], gate.dt_bias, "dt_bias")
-        assert given["p_dt_bias"].is_contiguous()
+    assert_dense_gate(jitted, flash_kda.kda_decode_step, StepCase().build())
 
 
 @torch.no_grad()
@@ -304,24 +265,8 @@ MODEL = Case(B=6, T=1, H=4, K=128, V=128, dtype="bfloat16")
 )
 def test_replay_is_eager(case: StepCase) -> None:
     """A captured call, replayed with other rows, states, last inputs, indices and flags, gives a plain one's bits."""
-    buffers = case.build("cuda")
-    out = torch.empty_like(buffers["v"])
-    run(TRITON, buffers, out=out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        flash_kda.kda_decode_step(**buffers, out=out, backend="triton")
-    for seed in range(1, 6):
-        rows = case.decode.rows.but(seed=seed)
-        call = replace(case, decode=replace(case.decode, seed=seed, rows=rows)).build("cuda")
-        # The gate's parameters belong to the model: they stay. So do the others, but they may change in place.
-        call["gate"] = buffers["gate"]
-        for name, x in tensors_of(call).items():
-            tensors_of(buffers)[name].copy_(x)
-        out.fill_(torch.nan)
-        graph.replay()
-        assert_same_bits(out, run(TRITON, call), f"o of replay {seed}")
-        for name in ("pool", "conv_pool"):
-            assert_same_bits(buffers[name], call[name], f"{name} of replay {seed}")
+    others = [replace(case, decode=turned(case.decode, seed)).build("cuda") for seed in range(1, 6)]
+    assert_replays_are_eager(TRITON, run, flash_kda.kda_decode_step, case.build("cuda"), others)
 
 
 @gpu
@@ -373,17 +318,12 @@ def test_no_wait_no_allocation_no_compilation(grad: bool) -> None:
     outs = [torch.empty_like(call["v"]) for call in calls]
     with torch.set_grad_enabled(grad):
         run(TRITON, calls[0], out=outs[0])
-        torch.cuda.synchronize()
-        compiled, allocated = kernels_compiled(), torch.cuda.memory_stats()["allocation.all.allocated"]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        compiled = kernels_compiled()
+        with no_wait(allocations=0):
             for call, out in zip(calls * 2, outs * 2, strict=True):
                 flash_kda.kda_decode_step(**call, out=out, backend="triton")
-            assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+        with no_wait(allocations=1):
             o = flash_kda.kda_decode_step(**calls[0], backend="triton")
-            assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated + 1
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     assert o.shape == calls[0]["v"].shape
     assert kernels_compiled() == compiled
 
@@ -406,14 +346,9 @@ def test_host_time() -> None:
 @torch.inference_mode()
 def test_padding_rows_compile_what_serving_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """After calls that touch nothing, no number of rows has Triton compile a kernel again, whatever slots there are."""
-    import triton
-
     from flash_kda.backends.triton import step as kernels
 
-    compiled: list[str] = []
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what["repr"]))
-    monkeypatch.setattr(kernels.step, "device_caches", defaultdict(kernels.step.create_binder))
-    forms.form.cache_clear()
+    compiled = compilations(monkeypatch, kernels.step)
     rows = 50
     case = StepCase(DecodeCase(MODEL.but(B=rows, H=12), known=True))
     buffers = case.build("cuda")
@@ -426,8 +361,7 @@ def test_padding_rows_compile_what_serving_needs(monkeypatch: pytest.MonkeyPatch
     assert compiled, "the hook is not called"
     compiled.clear()
     for n in range(1, rows + 1):
-        decode = replace(case.decode, seed=n, rows=case.decode.rows.but(seed=n))
-        other = replace(case, decode=decode).build("cuda")
+        other = replace(case, decode=turned(case.decode, n)).build("cuda")
         other |= {name: torch.cat([other[name], other[name][:n]]) for name in before}
         run(TRITON, first_rows(other, slice(n)))
     assert not compiled

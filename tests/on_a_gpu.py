@@ -1,0 +1,72 @@
+"""What calls on a pool must keep on a GPU: graphs replay them, and they neither wait nor compile."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases import Call, Target, tensors_of
+from compare import assert_same_bits
+from torch import Tensor
+
+from flash_kda import forms
+
+
+def turned(case: Any, seed: int) -> Any:
+    """Other values, and lengths in another order of the sequences: as many of each, as a graph takes them."""
+    lengths = case.rows.lengths
+    if lengths:
+        by = seed % len(lengths)
+        lengths = lengths[by:] + lengths[:by]
+    return replace(case, seed=seed, rows=case.rows.but(seed=seed, lengths=lengths))
+
+
+def assert_replays_are_eager(
+    target: Target, run: Callable[..., Tensor], function: Callable[..., Tensor], buffers: Call, others: Iterable[Call]
+) -> None:
+    """A captured call, replayed with the others' values in its tensors, gives the bits of their plain calls."""
+    out = torch.empty_like(buffers["v"])
+    run(target, buffers, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function(**buffers, out=out, backend=target.backend)
+    for i, call in enumerate(others):
+        # The gate's parameters belong to the model: they stay. So do other weights, but they may change in place.
+        call["gate"] = buffers["gate"]
+        for name, x in tensors_of(call).items():
+            tensors_of(buffers)[name].copy_(x)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert_same_bits(out, run(target, call), f"o of replay {i}")
+        for name, x in tensors_of(buffers).items():
+            assert_same_bits(x, tensors_of(call)[name], f"{name} after replay {i}")
+
+
+@contextmanager
+def no_wait(*, allocations: int) -> Iterator[None]:
+    """Nothing in here waits for the GPU, and so many pieces of its memory are allocated."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before + allocations
+
+
+def compilations(monkeypatch: pytest.MonkeyPatch, kernel: Any = None) -> list[str]:
+    """What Triton compiles from now on; a ``kernel`` is as if never compiled, and then no form is known either."""
+    import triton
+
+    found: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: found.append(what["repr"]))
+    if kernel is not None:
+        monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
+        forms.form.cache_clear()
+    return found
