@@ -209,6 +209,10 @@ class Build(ABC):
     capability: int
     problem: Problem
 
+    @property
+    def device(self) -> Device:
+        return DEVICES[self.capability]
+
     @abstractmethod
     def launch(self) -> tuple[Dtypes, Launch]:
         """The kernel's launch, and the dtypes of all that is passed, by name."""

@@ -8,21 +8,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from unittest import mock
 
+import compiling
 import interpreted
 import pytest
 import torch
-from compiling import (
-    DEVICES,
-    Build,
-    Built,
-    Dtypes,
-    assert_fits,
-    assert_nothing_is_missing,
-    devices,
-    dtypes_of,
-    every,
-    meta_inputs,
-)
+from compiling import DEVICES, H200, Build, Built, Dtypes, every
 from interpreting import interpreted_cases
 
 from flash_kda.backends.triton.config import MOST_STAGES, Config, Device, configure
@@ -51,7 +41,7 @@ class ForwardBuild(Build):
 
     @property
     def config(self) -> Config:
-        return configure(self.problem, DEVICES[self.capability])
+        return configure(self.problem, self.device)
 
     @property
     def variant(self) -> tuple[object, ...]:
@@ -146,13 +136,13 @@ def described(problem: Problem, config: Config, inputs: Inputs | None = None) ->
     """The launches of one forward call, and the dtypes of all that they are passed, by name."""
     from flash_kda.backends.triton import forward
 
-    inputs = inputs or meta_inputs(problem)
+    inputs = inputs or compiling.meta_inputs(problem)
     final = torch.empty(inputs.state_shape, dtype=inputs.state_dtype, device="meta")
     plan = mock.Mock()
     forward.launch(inputs, torch.empty_like(inputs.v), final, plan)
     (call, *results), (tensors,) = plan.call_args.args, plan.return_value.call_args.args
     scratch, launches = forward.describe(call, config, *results)
-    dtypes = dtypes_of(forward.TENSORS, tensors, inputs.q.dtype)
+    dtypes = compiling.dtypes_of(forward.TENSORS, tensors, inputs.q.dtype)
     return dtypes | {name: dtype for name, (_, dtype) in scratch.items()}, launches
 
 
@@ -160,7 +150,7 @@ def test_gate_parameters_reach_the_kernels_in_float32() -> None:
     """The checks admit float64; the kernels read float32."""
     problem = Problem(B=1, T=32, H=2, K=16, V=16)
     wide = LowerBoundGate(*(torch.empty(n, dtype=torch.float64, device="meta") for n in (2, 32)))
-    dtypes, _ = described(problem, configure(problem, DEVICES[90]), meta_inputs(problem).replace(gate=wide))
+    dtypes, _ = described(problem, configure(problem, H200), compiling.meta_inputs(problem).replace(gate=wide))
     assert dtypes["A_log"] == dtypes["dt_bias"] == torch.float32
 
 
@@ -180,7 +170,7 @@ def assert_uses_wgmma(built: Built, build: Build, config: Config) -> None:
 @every(builds())
 def test_compiles(build: ForwardBuild, built: Built) -> None:
     """It compiles, fits into the device, spills no more than its budget, and uses wgmma where it counts most."""
-    assert_fits(built, build.capability, budget(build))
+    compiling.assert_fits(built, build.capability, budget(build))
     if build.kernel == "recurrence":
         assert_fetches_ahead(built, build.config)
         assert_uses_wgmma(built, build, build.config)
@@ -201,7 +191,7 @@ def problems() -> Iterator[Problem]:
         yield Problem(B=B, T=T, H=H, K=K, V=V, dtype=dtype)
 
 
-@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("device", compiling.devices())
 def test_configurations_are_sound(device: Device) -> None:
     """Sizes cover the problem and divide each other; a second call, remembered or not, chooses the same."""
     for problem in problems():
@@ -220,7 +210,7 @@ def test_configurations_are_sound(device: Device) -> None:
             assert c == configure(replace(problem, dtype=torch.bfloat16), device)
 
 
-@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("device", compiling.devices())
 def test_stages_fit(device: Device) -> None:
     """Chunks in flight exist, and fit into shared memory: of two programs where there are many."""
     for problem in problems():
@@ -234,7 +224,7 @@ def test_stages_fit(device: Device) -> None:
                 assert 2 * (shared_bytes(c) + 1024) <= device.shared_memory_per_multiprocessor
 
 
-@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("device", compiling.devices())
 def test_one_wave_has_more_in_flight(device: Device) -> None:
     """A program that has a multiprocessor to itself fetches further ahead, up to the last that has."""
     alone = Problem(B=1, T=8192, H=device.multiprocessors // 2, K=128, V=128)
@@ -247,7 +237,6 @@ def test_one_wave_has_more_in_flight(device: Device) -> None:
 
 def test_one_chunk() -> None:
     """A sequence of one chunk has one stage and, in half precision, limited registers; packed lengths are guessed."""
-    H200 = DEVICES[90]
     one = Problem(B=1, T=32, H=64)
     assert configure(one, H200).stages == 1
     assert configure(one, H200).recurrence_registers is not None
@@ -267,7 +256,7 @@ def test_forward_launches() -> None:
     gates: dict[GateKind, int] = {"lower_bound": 2, "softplus": 3, "log": 3}
     for gate, count in gates.items():
         problem = Problem(B=2, T=70, H=2, HV=4, K=128, V=100, gate=gate)
-        dtypes, launches = described(problem, configure(problem, DEVICES[90]))
+        dtypes, launches = described(problem, configure(problem, H200))
         assert [launch.programs for launch in launches] == [2 * 3 * 4] * (count - 1) + [2 * 4 * 2]
         for launch in launches:
-            assert_nothing_is_missing(launch, dtypes)
+            compiling.assert_nothing_is_missing(launch, dtypes)

@@ -8,23 +8,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from unittest import mock
 
+import compiling
 import interpreted_backward
 import pytest
 import torch
 from cases import TENSORS, Call, Case, Target, leaves, parameters, run
 from compare import assert_same_bits
-from compiling import (
-    DEVICES,
-    Build,
-    Built,
-    Dtypes,
-    assert_fits,
-    assert_nothing_is_missing,
-    devices,
-    dtypes_of,
-    every,
-    meta_inputs,
-)
+from compiling import DEVICES, H200, Build, Built, Dtypes, every
 from interpreted_backward import compare, errors, expected, half_errors, half_tolerance, seeds
 from interpreting import interpreted_cases
 from test_triton import problems
@@ -59,7 +49,7 @@ class BackwardBuild(Build):
 
     @property
     def config(self) -> Config:
-        return configure(self.problem, DEVICES[self.capability])
+        return configure(self.problem, self.device)
 
     def __str__(self) -> str:
         p = self.problem
@@ -108,14 +98,14 @@ def described(problem: Problem, config: Config) -> tuple[Dtypes, list[Launch]]:
     """The launches of one backward call, and the dtypes of all that they are passed, by name."""
     from flash_kda.backends.triton import backward
 
-    inputs = meta_inputs(problem)
+    inputs = compiling.meta_inputs(problem)
     dS = torch.empty(inputs.state_shape, dtype=inputs.state_dtype, device="meta")
     planner = mock.Mock()
-    with mock.patch.object(backward, "device_facts", return_value=DEVICES[90]):
+    with mock.patch.object(backward, "device_facts", return_value=H200):
         backward.compute(inputs, torch.empty_like(inputs.v), dS, planner)
     (call, of_dS), (tensors,) = planner.call_args.args, planner.return_value.call_args.args
     scratch, launches = backward.describe_backward(call, config, of_dS)
-    dtypes = dtypes_of(backward.TENSORS, tensors, inputs.q.dtype)
+    dtypes = compiling.dtypes_of(backward.TENSORS, tensors, inputs.q.dtype)
     return dtypes | {name: dtype for name, (_, dtype) in scratch.items()}, launches
 
 
@@ -123,13 +113,13 @@ def described(problem: Problem, config: Config) -> tuple[Dtypes, list[Launch]]:
 def test_compiles(build: BackwardBuild, built: Built) -> None:
     """It compiles, fits into the device, and spills no more than its budget."""
     c = build.config
-    assert_fits(built, build.capability, BUDGETS[build.kernel, c.split].get(c.BK, 0))
+    compiling.assert_fits(built, build.capability, BUDGETS[build.kernel, c.split].get(c.BK, 0))
 
 
 # Configurations and launches.
 
 
-@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("device", compiling.devices())
 def test_configurations_are_sound(device) -> None:
     """Blocks divide what they walk over, and are what a product of matrices takes at least."""
     pytest.importorskip("triton")
@@ -151,7 +141,7 @@ def test_backward_launches(packed: bool) -> None:
     gates: dict[GateKind, int] = {"lower_bound": 1, "softplus": 2, "log": 2}
     for gate, count in gates.items():
         problem = Problem(B=1, T=140, H=2, HV=4, K=128, V=100, gate=gate, packed=packed, N=3 if packed else None)
-        dtypes, launches = described(problem, configure(problem, DEVICES[90]))
+        dtypes, launches = described(problem, configure(problem, H200))
         N = 3 if packed else 1
         chunks = (140 // 32 + 1 + (3 if packed else 0)) * 4
         names = ["prepare"] * count + ["walks"] + ["chunk_gradient"] * count + ["head_gradient"]
@@ -160,10 +150,10 @@ def test_backward_launches(packed: bool) -> None:
         chosen = [x.values["CHUNKS"] for x in launches if x.kernel.__name__ in ("prepare", "chunk_gradient")]
         assert chosen == [x for x in range(3) if (x == 0) == (count == 1)] * 2
         alone = Problem(B=1, T=140, H=4, K=128, V=100, gate=gate, packed=packed, N=problem.N)
-        whole = described(alone, configure(alone, DEVICES[90]))[1]
+        whole = described(alone, configure(alone, H200))[1]
         assert [x.kernel.__name__ for x in whole] == names[:-1], "all channels of the only value head are whole rows"
         for launch in launches:
-            assert_nothing_is_missing(launch, dtypes)
+            compiling.assert_nothing_is_missing(launch, dtypes)
 
 
 # On a GPU.

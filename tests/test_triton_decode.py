@@ -8,25 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import compiling
 import interpreted_decode
 import pytest
 import torch
 from cases import Call, Case, Target, parameters
 from compare import assert_same_bits
-from compiling import (
-    DEVICES,
-    Build,
-    Built,
-    Dtypes,
-    assert_fits,
-    assert_nothing_is_missing,
-    devices,
-    dtypes_of,
-    every,
-    meta,
-    meta_pool,
-    meta_rows,
-)
+from compiling import DEVICES, H200, Build, Built, Dtypes, every, meta
 from decoding import BASE, CASES, PACKED, ROWS, DecodeCase, check, first_rows, run
 from interpreting import interpreted_cases
 from jitted import Jitted, assert_dense_gate, assert_no_shared_launch, launch_on_the_cpu, launched_directly
@@ -64,7 +52,7 @@ class DecodeBuild(Build):
 
     @property
     def config(self) -> DecodeConfig:
-        return configure_decode(self.problem, DEVICES[self.capability], self.layout)
+        return configure_decode(self.problem, self.device, self.layout)
 
     def __str__(self) -> str:
         p = self.problem
@@ -77,11 +65,11 @@ class DecodeBuild(Build):
     def call(self) -> DecodeInputs:
         """The arguments as tensors without data."""
         p, i32 = self.problem, torch.int32
-        inputs = meta_rows(p, self.layout)
+        inputs = compiling.meta_rows(p, self.layout)
         N, each = inputs.num_sequences, self.index == "each"
         return DecodeInputs(
             inputs=inputs,
-            pool=meta_pool(inputs, p.state_dtype),
+            pool=compiling.meta_pool(inputs, p.state_dtype),
             indices=meta(N, 4, dtype=i32) if each else meta(N, dtype=i32),
             num_accepted=meta(N, dtype=i32) if each else None,
             has_initial_state=meta(N, dtype=torch.bool) if p.packed else None,
@@ -96,7 +84,7 @@ class DecodeBuild(Build):
         call = self.call()
         (launch,) = decode_launch.plan(call, self.config, torch.empty_like(call.inputs.v)).launches
         tensors = (*call.tensors, *gate_parameters(call.inputs.gate))
-        return dtypes_of(decode_launch.TENSORS, tensors, call.inputs.q.dtype), launch
+        return compiling.dtypes_of(decode_launch.TENSORS, tensors, call.inputs.q.dtype), launch
 
 
 def builds() -> list[DecodeBuild]:
@@ -134,7 +122,7 @@ def builds() -> list[DecodeBuild]:
 def test_compiles(build: DecodeBuild, built: Built) -> None:
     """Nothing spills, and states move in pieces of 16 bytes."""
     c, p = build.config, build.problem
-    assert_fits(built, build.capability)
+    compiling.assert_fits(built, build.capability)
     # One warp: enough programs share a multiprocessor to keep its loads under way.
     assert built.registers <= (168 if p.K == c.BK else 255)
     if p.K >= 64 and p.K == c.BK:
@@ -172,7 +160,7 @@ def problems() -> Iterator[Problem]:
 
 
 @pytest.mark.parametrize("layout", ["vk", "kv"])
-@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("device", compiling.devices())
 def test_configurations_are_sound(device: Device, layout: str) -> None:
     for problem in problems():
         c = configure_decode(problem, device, layout)
@@ -191,7 +179,6 @@ def test_configurations_are_sound(device: Device, layout: str) -> None:
 
 
 def test_few_rows_use_every_multiprocessor() -> None:
-    H200 = DEVICES[90]
     few, many = (Problem(B=B, T=1, H=12, op="decode") for B in (1, 128))
     assert H200.multiprocessors <= 12 * 128 // configure_decode(few, H200, "vk").BV
     assert configure_decode(many, H200, "vk").BV > configure_decode(few, H200, "vk").BV
@@ -204,7 +191,7 @@ def test_few_rows_use_every_multiprocessor() -> None:
 def test_every_parameter_has_what_it_needs(build: DecodeBuild) -> None:
     pytest.importorskip("triton")
     dtypes, launch = build.launch()
-    assert_nothing_is_missing(launch, dtypes)
+    compiling.assert_nothing_is_missing(launch, dtypes)
     assert set(launch.tensors) == set(dtypes)
     p = build.problem
     assert launch.programs == (p.N or p.B) * p.H * -(-p.V // build.config.BV)

@@ -6,26 +6,14 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import compiling
 import interpreted_prefill
 import prefilling
 import pytest
 import torch
 from cases import Call, Case, Target, parameters, tensors_of, variants
 from compare import assert_close, assert_same_bits
-from compiling import (
-    DEVICES,
-    Build,
-    Built,
-    Dtypes,
-    assert_fits,
-    assert_nothing_is_missing,
-    devices,
-    dtypes_of,
-    every,
-    meta,
-    meta_pool,
-    meta_rows,
-)
+from compiling import DEVICES, H200, Build, Built, Dtypes, every, meta
 from decoding import ROWS, row_call
 from interpreting import interpreted_cases
 from jitted import Jitted, assert_no_shared_launch, launch_on_the_cpu, launched_directly
@@ -63,7 +51,7 @@ class PrefillBuild(Build):
 
     @property
     def config(self) -> Config:
-        return configure(self.problem, DEVICES[self.capability])
+        return configure(self.problem, self.device)
 
     def __str__(self) -> str:
         c, p = self.config, self.problem
@@ -75,13 +63,13 @@ class PrefillBuild(Build):
     def call(self) -> PrefillInputs:
         """The arguments as tensors without data."""
         p, i32 = self.problem, torch.int32
-        inputs = meta_rows(p, self.layout)
+        inputs = compiling.meta_rows(p, self.layout)
         N, *shape = inputs.state_shape
         states = meta(128, *shape, dtype=self.kept)
         checkpoints = Checkpoints(meta(128, dtype=i32), meta(N + 1, dtype=i32), states, meta(128, dtype=i32))
         return PrefillInputs(
             inputs=inputs,
-            pool=meta_pool(inputs, p.state_dtype),
+            pool=compiling.meta_pool(inputs, p.state_dtype),
             indices=meta(N, dtype=i32),
             has_initial_state=meta(N, dtype=torch.bool),
             checkpoints=checkpoints if p.checkpoints else None,
@@ -99,7 +87,7 @@ class PrefillBuild(Build):
         plan = prefill_launch.plan(call, self.config, out)
         tensors = [*call.tensors[:-1], out, *gate_parameters(call.inputs.gate), call.pool]
         tensors[prefill_launch.TENSORS.index("kept")] = call.kept
-        dtypes = dtypes_of(prefill_launch.TENSORS, tensors, call.inputs.q.dtype)
+        dtypes = compiling.dtypes_of(prefill_launch.TENSORS, tensors, call.inputs.q.dtype)
         return dtypes | {name: dtype for name, (_, dtype) in plan.scratch.items()}, list(plan.launches)
 
     def launch(self) -> tuple[Dtypes, Launch]:
@@ -142,12 +130,12 @@ def builds() -> list[PrefillBuild]:
 def test_compiles(build: PrefillBuild, built: Built) -> None:
     """It fits into the device, spills no more than its budget, and still fetches ahead and uses wgmma."""
     c = build.config
-    assert_fits(built, build.capability, budget(build))
+    compiling.assert_fits(built, build.capability, budget(build))
     assert_fetches_ahead(built, c, 4 * c.BV * c.BK if build.problem.checkpoints else 0)
     assert_uses_wgmma(built, build, c)
 
 
-@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("device", compiling.devices())
 def test_a_state_on_its_way_fits_too(device: Any) -> None:
     """Checkpoints leave room for it, with one program per multiprocessor and with two."""
     for H, K, dtype in itertools.product((8, 64, 200), (64, 128, 256), (torch.bfloat16, torch.float32)):
@@ -166,7 +154,6 @@ def test_a_state_on_its_way_fits_too(device: Any) -> None:
 
 def test_a_prompt_beside_single_tokens_has_chunks_in_flight() -> None:
     """However many they are; rows of a single token alone need none."""
-    H200 = DEVICES[90]
     alone = Problem(T=8192, H=8, packed=True, N=1, op="prefill")
     mixed = replace(alone, T=8192 + 500, N=501)
     assert configure(mixed, H200).stages == configure(replace(alone, H=8 * 501), H200).stages > 1
@@ -182,7 +169,7 @@ def test_every_parameter_has_what_it_needs(build: PrefillBuild) -> None:
     dtypes, launches = build.launches()
     assert len(launches) == 2
     for launch in launches:
-        assert_nothing_is_missing(launch, dtypes)
+        compiling.assert_nothing_is_missing(launch, dtypes)
 
 
 @pytest.fixture

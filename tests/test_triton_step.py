@@ -7,24 +7,13 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import compiling
 import interpreted_step
 import pytest
 import torch
 from cases import Call, Case, Target, parameters
 from compare import assert_same_bits
-from compiling import (
-    DEVICES,
-    Build,
-    Built,
-    Dtypes,
-    assert_fits,
-    assert_nothing_is_missing,
-    dtypes_of,
-    every,
-    meta,
-    meta_pool,
-    meta_rows,
-)
+from compiling import DEVICES, Build, Built, Dtypes, every, meta
 from decoding import BASE, DecodeCase, first_rows
 from interpreting import interpreted_cases
 from jitted import Jitted, assert_dense_gate, assert_no_shared_launch, launch_on_the_cpu, launched_directly
@@ -81,10 +70,10 @@ class StepBuild(Build):
     def call(self) -> StepInputs:
         """The arguments as tensors without data."""
         p = self.problem
-        inputs = meta_rows(p, self.layout)
+        inputs = compiling.meta_rows(p, self.layout)
         decode = DecodeInputs(
             inputs=inputs,
-            pool=meta_pool(inputs, p.state_dtype),
+            pool=compiling.meta_pool(inputs, p.state_dtype),
             indices=meta(p.B, dtype=torch.int32),
             num_accepted=None,
             has_initial_state=meta(p.B, dtype=torch.bool) if self.known else None,
@@ -109,7 +98,9 @@ class StepBuild(Build):
         call = self.call()
         inputs = call.decode.inputs
         (launch,) = step_launch.plan(call, self.config, torch.empty_like(inputs.v)).launches
-        return dtypes_of(step_launch.TENSORS, (*call.tensors, *gate_parameters(inputs.gate)), inputs.q.dtype), launch
+        return compiling.dtypes_of(
+            step_launch.TENSORS, (*call.tensors, *gate_parameters(inputs.gate)), inputs.q.dtype
+        ), launch
 
 
 def builds() -> list[StepBuild]:
@@ -144,7 +135,7 @@ def test_compiles(build: StepBuild, built: Built) -> None:
     """Next to nothing spills, states move in pieces of 16 bytes, and last inputs are all read before one is written."""
     c, p = build.config, build.problem
     # Two registers, where their number is limited.
-    assert_fits(built, build.capability, 8 if c.registers else 0)
+    compiling.assert_fits(built, build.capability, 8 if c.registers else 0)
     assert built.registers <= (c.registers or 255)
     # Vectors pass through it, and in the "kv" layout partial sums over K, but no states.
     assert built.shared < c.BK * c.BV
@@ -200,7 +191,7 @@ def test_configurations_are_sound(layout: str) -> None:
 def test_every_parameter_has_what_it_needs(build: StepBuild) -> None:
     pytest.importorskip("triton")
     dtypes, launch = build.launch()
-    assert_nothing_is_missing(launch, dtypes)
+    compiling.assert_nothing_is_missing(launch, dtypes)
     assert set(launch.tensors) == set(dtypes)
     assert launch.programs == build.problem.B * build.problem.H
 
