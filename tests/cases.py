@@ -249,6 +249,17 @@ def tensors_of(call: Call) -> dict[str, Tensor]:
     return found
 
 
+def heads_first(call: Call) -> None:
+    """Make the rows of a call parts of larger tensors, with heads before tokens and NaN beside them."""
+    for name in ("q", "k", "v", "g"):
+        x = call[name]
+        wide = x.new_full((x.shape[0], x.shape[2], x.shape[1], x.shape[3] + 3), torch.nan)
+        call[name] = wide.transpose(1, 2)[..., 1:-2].copy_(x)
+    beta = call["beta"]
+    wide = beta.new_full((beta.shape[0], beta.shape[2], beta.shape[1], 2), torch.nan)
+    call["beta"] = wide[..., 1].transpose(1, 2).copy_(beta)
+
+
 def variants(call: Call, changes: dict[str, Any]) -> list[Any]:
     """Pytest parameters: the call with one change each, an argument by its name or several in a dictionary."""
     return [pytest.param(call | (x if isinstance(x, dict) else {name: x}), id=name) for name, x in changes.items()]

@@ -16,7 +16,7 @@ from functools import partial
 from unittest import mock
 
 import torch
-from cases import Call, Case, inputs_of, oracle, spans_of
+from cases import Call, Case, heads_first, inputs_of, oracle, spans_of
 from compare import assert_outputs, assert_same_bits, assert_states
 from compiling import H200
 from interpreting import main
@@ -84,12 +84,7 @@ def strided() -> None:
     """Inputs, output and final state that are parts of larger tensors, with heads before tokens."""
     case = Case(B=2, T=40, H=2, HV=4, K=20, V=40)
     call = case.build()
-    for name in ("q", "k", "v", "g"):
-        x = call[name]
-        wide = torch.full((x.shape[0], x.shape[2], x.shape[1], x.shape[3] + 3), math.nan)
-        call[name] = wide.transpose(1, 2)[..., 1:-2].copy_(x)
-    wide = torch.full((2, 4, 40, 2), math.nan)
-    call["beta"] = wide[..., 1].transpose(1, 2).copy_(call["beta"])
+    heads_first(call)
     call["initial_state"] = call["initial_state"].transpose(0, 1).contiguous().transpose(0, 1)
     out = torch.empty(2, 4, 40, 43).transpose(1, 2)[..., 2:-1]
     final = torch.empty(4, 2, 40, 22).transpose(0, 1)[..., :20]

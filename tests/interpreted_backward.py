@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import TENSORS, Call, Case, inputs_of, leaves, oracle
+from cases import TENSORS, Call, Case, heads_first, inputs_of, leaves, oracle
 from compare import assert_outputs, assert_same_bits, assert_states
 from interpreted import H200
 from interpreting import main
@@ -193,12 +193,7 @@ def strided() -> None:
     """Inputs that are parts of larger tensors, and gradients of results that are no dense tensors."""
     call = Case(B=2, T=40, H=2, HV=4, K=20, V=40, layout="kv").build()
     want = expected(call, *seeds(call))
-    for name in ("q", "k", "v", "g"):
-        x = call[name]
-        wide = torch.full((x.shape[0], x.shape[2], x.shape[1], x.shape[3] + 3), math.nan)
-        call[name] = wide.transpose(1, 2)[..., 1:-2].copy_(x)
-    wide = torch.full((2, 4, 40, 2), math.nan)
-    call["beta"] = wide[..., 1].transpose(1, 2).copy_(call["beta"])
+    heads_first(call)
     call["initial_state"] = call["initial_state"].transpose(0, 1).contiguous().transpose(0, 1)
     do, dS = seeds(call)
     far = torch.empty(2, 4, 40, 43).transpose(1, 2)[..., 2:-1].copy_(do)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from cases import Call, Case, spans_of
+from cases import Call, Case, heads_first, spans_of
 from compare import assert_same_bits
 from decoding import BASE, PACKED, ROWS, DecodeCase, assert_decoded, checked
 from interpreting import main
@@ -53,12 +53,7 @@ def strided() -> None:
     """Everything a part of something larger, with heads before tokens, slots and rows."""
     case = DecodeCase(BASE.but(T=2), index="each", accepted=True, known=True)
     call = case.build()
-    for name in ("q", "k", "v", "g"):
-        x = call[name]
-        wide = torch.full((x.shape[0], x.shape[2], x.shape[1], x.shape[3] + 3), torch.nan)
-        call[name] = wide.transpose(1, 2)[..., 1:-2].copy_(x)
-    wide = torch.full((6, 4, 2, 2), torch.nan)
-    call["beta"] = wide[..., 1].transpose(1, 2).copy_(call["beta"])
+    heads_first(call)
     for name in ("indices", "num_accepted", "has_initial_state"):
         call[name] = call[name].repeat_interleave(2, dim=-1)[..., ::2]
     pool = torch.full((4, call["pool"].shape[0], 24, 26), torch.nan).transpose(0, 1)

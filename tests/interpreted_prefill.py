@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from cases import Call, Case
+from cases import Call, Case, heads_first
 from compare import assert_same_bits
 from compiling import H200
 from decoding import ROWS
@@ -57,23 +57,18 @@ def strided() -> None:
     """Everything a part of something larger, with heads before tokens, slots and places."""
     case = PrefillCase(Case(B=2, T=40, H=1, HV=2, K=20, V=24), known=True, checkpoints="placed", every=8)
     call = case.build()
-    for name in ("q", "k", "v", "g"):
-        x = call[name]
-        wide = torch.full((x.shape[0], x.shape[2], x.shape[1], x.shape[3] + 3), math.nan)
-        call[name] = wide.transpose(1, 2)[..., 1:-2].copy_(x)
-    wide = torch.full((2, 2, 40, 2), math.nan)
-    call["beta"] = wide[..., 1].transpose(1, 2).copy_(call["beta"])
+    heads_first(call)
     for name in ("indices", "has_initial_state"):
         call[name] = call[name].repeat_interleave(2, dim=-1)[..., ::2]
     c = call["checkpoints"]
     offsets, ends, places = (x.repeat_interleave(3, dim=-1)[..., ::3] for x in (c.offsets, c.cu_offsets, c.indices))
 
-    def heads_first(x: Tensor) -> Tensor:
+    def heads_before_slots(x: Tensor) -> Tensor:
         wide = torch.full((2, x.shape[0], 24, 26), math.nan).transpose(0, 1)
         return wide[..., 3:23].copy_(x)
 
-    call["pool"] = heads_first(call["pool"])
-    call["checkpoints"] = Checkpoints(offsets, ends, heads_first(c.states), places)
+    call["pool"] = heads_before_slots(call["pool"])
+    call["checkpoints"] = Checkpoints(offsets, ends, heads_before_slots(c.states), places)
     check(case, call, torch.empty(2, 2, 40, 29).transpose(1, 2)[..., 2:26])
 
 

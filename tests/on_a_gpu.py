@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,9 +12,14 @@ import pytest
 import torch
 from cases import Call, Target, tensors_of
 from compare import assert_same_bits
+from decoding import first_rows
 from torch import Tensor
 
 from flash_kda import forms
+
+# ``kda_decode``, say, and ``run`` of the same.
+Function = Callable[..., Tensor]
+Run = Callable[..., Tensor]
 
 
 def turned(case: Any, seed: int) -> Any:
@@ -27,7 +32,7 @@ def turned(case: Any, seed: int) -> Any:
 
 
 def assert_replays_are_eager(
-    target: Target, run: Callable[..., Tensor], function: Callable[..., Tensor], buffers: Call, others: Iterable[Call]
+    target: Target, run: Run, function: Function, buffers: Call, others: Iterable[Call]
 ) -> None:
     """A captured call, replayed with the others' values in its tensors, gives the bits of their plain calls."""
     out = torch.empty_like(buffers["v"])
@@ -70,3 +75,35 @@ def compilations(monkeypatch: pytest.MonkeyPatch, kernel: Any = None) -> list[st
         monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
         forms.form.cache_clear()
     return found
+
+
+def assert_outputs_alone_are_allocated(
+    target: Target, run: Run, function: Function, kernel: Any, calls: Sequence[Call]
+) -> None:
+    """After the first call nothing waits or compiles the kernel, and memory is for outputs that are not given."""
+
+    def compiled() -> int:
+        return sum(len(caches[0]) for caches in kernel.device_caches.values())
+
+    outs = [torch.empty_like(call["v"]) for call in calls]
+    run(target, calls[0], out=outs[0])
+    before = compiled()
+    with no_wait(allocations=0):
+        for call, out in zip([*calls, *calls], [*outs, *outs], strict=True):
+            function(**call, out=out, backend=target.backend)
+    with no_wait(allocations=1):
+        o = function(**calls[0], backend=target.backend)
+    assert o.shape == outs[0].shape
+    assert compiled() == before
+
+
+def assert_rows_are_rows_alone(target: Target, run: Run, build: Callable[[], Call], rows: Iterable[int]) -> None:
+    """Some rows of a large call have the bits that they have alone, and so have their slots."""
+    call, single = build(), build()
+    o = run(target, call)
+    for n in rows:
+        row = first_rows(single, slice(n, n + 1))
+        assert_same_bits(run(target, row), o[n : n + 1], f"row {n}")
+        for name in {"pool", "conv_pool"} & call.keys():
+            slot = int(row["indices"])
+            assert_same_bits(single[name][slot], call[name][slot], f"{name} of row {n}")

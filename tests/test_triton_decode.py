@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import compiling
 import interpreted_decode
+import on_a_gpu
 import pytest
 import torch
 from cases import Call, Case, Target, parameters
@@ -18,7 +19,6 @@ from compiling import DEVICES, H200, Build, Built, Dtypes, every, meta
 from decoding import BASE, CASES, PACKED, ROWS, DecodeCase, check, first_rows, run
 from interpreting import interpreted_cases
 from jitted import Jitted, assert_dense_gate, assert_no_shared_launch, launch_on_the_cpu, launched_directly
-from on_a_gpu import assert_replays_are_eager, compilations, no_wait, turned
 from test_decode_checks import EACH, other_forms
 from torch import Tensor
 
@@ -276,8 +276,8 @@ TRITON = Target("triton", "cuda", partial=True)
 )
 def test_replay_is_eager(case: DecodeCase) -> None:
     """A captured call, replayed with other rows, states, indices, lengths and counts, gives the bits of a plain one."""
-    others = [turned(case, seed).build("cuda") for seed in range(1, 6)]
-    assert_replays_are_eager(TRITON, run, flash_kda.kda_decode, case.build("cuda"), others)
+    others = [on_a_gpu.turned(case, seed).build("cuda") for seed in range(1, 6)]
+    on_a_gpu.assert_replays_are_eager(TRITON, run, flash_kda.kda_decode, case.build("cuda"), others)
 
 
 @gpu
@@ -300,24 +300,12 @@ def test_no_wait_no_allocation_no_compilation(index: str, grad: bool) -> None:
     """After the first call: other numbers of rows, other values, other pad indices; checked or known."""
     from flash_kda.backends.triton import decode as kernels
 
-    def kernels_compiled() -> int:
-        return sum(len(caches[0]) for caches in kernels.decode.device_caches.values())
-
     calls = [
         DecodeCase(Case(B=B, T=3, H=4, HV=8, K=128, V=128, seed=B), index=index, pad=pad, known=True).build("cuda")
         for B, pad in ((200, -1), (300, -1), (300, 0), (200, 0))
     ]
-    outs = [torch.empty_like(call["v"]) for call in calls]
     with torch.set_grad_enabled(grad):
-        run(TRITON, calls[0], out=outs[0])
-        compiled = kernels_compiled()
-        with no_wait(allocations=0):
-            for call, out in zip(calls * 2, outs * 2, strict=True):
-                flash_kda.kda_decode(**call, out=out, backend="triton")
-        with no_wait(allocations=1):
-            o = flash_kda.kda_decode(**calls[0], backend="triton")
-    assert o.shape == calls[0]["v"].shape
-    assert kernels_compiled() == compiled
+        on_a_gpu.assert_outputs_alone_are_allocated(TRITON, run, flash_kda.kda_decode, kernels.decode, calls)
 
 
 @gpu
@@ -341,7 +329,7 @@ def test_padding_rows_compile_what_serving_needs(index: str, monkeypatch: pytest
     """After calls that touch nothing, no number of rows has Triton compile a kernel again, whatever slots there are."""
     from flash_kda.backends.triton import decode as kernels
 
-    compiled = compilations(monkeypatch, kernels.decode)
+    compiled = on_a_gpu.compilations(monkeypatch, kernels.decode)
     rows = 50
     case = DecodeCase(Case(B=rows, T=3, H=12, K=128, V=128, dtype="bfloat16"), index=index, known=True)
     buffers = case.build("cuda")
@@ -354,7 +342,7 @@ def test_padding_rows_compile_what_serving_needs(index: str, monkeypatch: pytest
     assert compiled, "the hook is not called"
     compiled.clear()
     for n in range(1, rows + 1):
-        other = turned(case, n).build("cuda")
+        other = on_a_gpu.turned(case, n).build("cuda")
         other["pool"] = torch.cat([other["pool"], other["pool"][:n]])
         run(TRITON, first_rows(other, slice(n)))
     assert not compiled
@@ -383,13 +371,7 @@ def test_pools_of_more_than_two_to_the_31_elements(state_dtype: str) -> None:
 @gpu
 def test_more_rows_and_heads_than_a_grid_dimension_holds() -> None:
     case = DecodeCase(Case(B=2050, T=1, H=64, K=16, V=16, dtype="bfloat16"), padding=False)
-    call, single = case.build("cuda"), case.build("cuda")
-    o = run(TRITON, call)
-    for n in (0, 1023, 2049):
-        row = {name: single[name][n : n + 1] for name in (*ROWS, "indices")}
-        assert_same_bits(run(TRITON, single | row), o[n : n + 1], f"row {n}")
-        slot = int(single["indices"][n])
-        assert_same_bits(single["pool"][slot], call["pool"][slot], f"state {n}")
+    on_a_gpu.assert_rows_are_rows_alone(TRITON, run, lambda: case.build("cuda"), (0, 1023, 2049))
 
 
 @gpu

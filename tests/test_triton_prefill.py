@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import compiling
 import interpreted_prefill
+import on_a_gpu
 import prefilling
 import pytest
 import torch
@@ -17,7 +18,6 @@ from compiling import DEVICES, H200, Build, Built, Dtypes, every, meta
 from decoding import ROWS, row_call
 from interpreting import interpreted_cases
 from jitted import Jitted, assert_no_shared_launch, launch_on_the_cpu, launched_directly
-from on_a_gpu import assert_replays_are_eager, compilations, no_wait, turned
 from prefilling import BATCH, CASES, PACKED, PrefillCase, check, run
 from test_triton import ForwardBuild, assert_fetches_ahead, assert_uses_wgmma, shared_bytes
 from test_triton import budget as forward_budget
@@ -272,15 +272,15 @@ TRITON = Target("triton", "cuda", tolerance=6e-3, partial=True)
 )
 def test_replay_is_eager(case: PrefillCase) -> None:
     """A captured call, replayed with other rows, states, boundaries, indices and offsets, gives a plain one's bits."""
-    others = [turned(case, seed).build("cuda") for seed in range(1, 6)]
-    assert_replays_are_eager(TRITON, run, flash_kda.kda_prefill, case.build("cuda"), others)
+    others = [on_a_gpu.turned(case, seed).build("cuda") for seed in range(1, 6)]
+    on_a_gpu.assert_replays_are_eager(TRITON, run, flash_kda.kda_prefill, case.build("cuda"), others)
 
 
 @gpu
 @pytest.mark.parametrize("case", parameters(CASES[::2]))
 @torch.no_grad()
 def test_a_known_form_gives_the_bits_of_a_checked_call(case: PrefillCase) -> None:
-    first, second, other = (case.build("cuda"), case.build("cuda"), turned(case, 1).build("cuda"))
+    first, second, other = (case.build("cuda"), case.build("cuda"), on_a_gpu.turned(case, 1).build("cuda"))
     forms.form.cache_clear()
     o = run(TRITON, first)
     run(TRITON, other)
@@ -296,11 +296,13 @@ def test_no_wait_no_compilation(checkpoints: str, gate: str, monkeypatch: pytest
     """After the first call: other lengths, values, offsets and pad indices; output and scratch are allocated alone."""
     rows = Case(lengths=(300, 1, 0, 77, 130, 1), H=4, HV=8, K=128, V=128, dtype="bfloat16", gate=gate)
     case = PrefillCase(rows, known=True, checkpoints=checkpoints, every=48)
-    calls = [replace(turned(case, seed), pad=pad).build("cuda") for seed, pad in ((0, -1), (1, -1), (2, 0), (3, 0))]
+    calls = [
+        replace(on_a_gpu.turned(case, seed), pad=pad).build("cuda") for seed, pad in ((0, -1), (1, -1), (2, 0), (3, 0))
+    ]
     outs = [torch.empty_like(call["v"]) for call in calls]
     run(TRITON, calls[0], out=outs[0])
-    compiled = compilations(monkeypatch)
-    with no_wait(allocations=8):
+    compiled = on_a_gpu.compilations(monkeypatch)
+    with on_a_gpu.no_wait(allocations=8):
         for call, out in zip(calls * 2, outs * 2, strict=True):
             flash_kda.kda_prefill(**call, out=out, backend="triton")
     assert not compiled

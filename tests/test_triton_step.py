@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import compiling
 import interpreted_step
+import on_a_gpu
 import pytest
 import torch
 from cases import Call, Case, Target, parameters
@@ -17,7 +18,6 @@ from compiling import DEVICES, Build, Built, Dtypes, every, meta
 from decoding import BASE, DecodeCase, first_rows
 from interpreting import interpreted_cases
 from jitted import Jitted, assert_dense_gate, assert_no_shared_launch, launch_on_the_cpu, launched_directly
-from on_a_gpu import assert_replays_are_eager, compilations, no_wait, turned
 from stepping import CASES, ROWS, StepCase, check, rows_case, run
 from test_step_checks import BASE as PLAIN
 from test_step_checks import other_forms
@@ -256,8 +256,8 @@ MODEL = Case(B=6, T=1, H=4, K=128, V=128, dtype="bfloat16")
 )
 def test_replay_is_eager(case: StepCase) -> None:
     """A captured call, replayed with other rows, states, last inputs, indices and flags, gives a plain one's bits."""
-    others = [replace(case, decode=turned(case.decode, seed)).build("cuda") for seed in range(1, 6)]
-    assert_replays_are_eager(TRITON, run, flash_kda.kda_decode_step, case.build("cuda"), others)
+    others = [replace(case, decode=on_a_gpu.turned(case.decode, seed)).build("cuda") for seed in range(1, 6)]
+    on_a_gpu.assert_replays_are_eager(TRITON, run, flash_kda.kda_decode_step, case.build("cuda"), others)
 
 
 @gpu
@@ -299,24 +299,12 @@ def test_no_wait_no_allocation_no_compilation(grad: bool) -> None:
     """After the first call: other numbers of rows, other values, other pad indices; checked or known."""
     from flash_kda.backends.triton import step as kernels
 
-    def kernels_compiled() -> int:
-        return sum(len(caches[0]) for caches in kernels.step.device_caches.values())
-
     calls = [
         StepCase(DecodeCase(MODEL.but(B=B, HV=8, seed=B), pad=pad, known=True), bias=True).build("cuda")
         for B, pad in ((200, -1), (300, -1), (300, 0), (200, 0))
     ]
-    outs = [torch.empty_like(call["v"]) for call in calls]
     with torch.set_grad_enabled(grad):
-        run(TRITON, calls[0], out=outs[0])
-        compiled = kernels_compiled()
-        with no_wait(allocations=0):
-            for call, out in zip(calls * 2, outs * 2, strict=True):
-                flash_kda.kda_decode_step(**call, out=out, backend="triton")
-        with no_wait(allocations=1):
-            o = flash_kda.kda_decode_step(**calls[0], backend="triton")
-    assert o.shape == calls[0]["v"].shape
-    assert kernels_compiled() == compiled
+        on_a_gpu.assert_outputs_alone_are_allocated(TRITON, run, flash_kda.kda_decode_step, kernels.step, calls)
 
 
 @gpu
@@ -339,7 +327,7 @@ def test_padding_rows_compile_what_serving_needs(monkeypatch: pytest.MonkeyPatch
     """After calls that touch nothing, no number of rows has Triton compile a kernel again, whatever slots there are."""
     from flash_kda.backends.triton import step as kernels
 
-    compiled = compilations(monkeypatch, kernels.step)
+    compiled = on_a_gpu.compilations(monkeypatch, kernels.step)
     rows = 50
     case = StepCase(DecodeCase(MODEL.but(B=rows, H=12), known=True))
     buffers = case.build("cuda")
@@ -352,7 +340,7 @@ def test_padding_rows_compile_what_serving_needs(monkeypatch: pytest.MonkeyPatch
     assert compiled, "the hook is not called"
     compiled.clear()
     for n in range(1, rows + 1):
-        other = replace(case, decode=turned(case.decode, n)).build("cuda")
+        other = replace(case, decode=on_a_gpu.turned(case.decode, n)).build("cuda")
         other |= {name: torch.cat([other[name], other[name][:n]]) for name in before}
         run(TRITON, first_rows(other, slice(n)))
     assert not compiled
@@ -382,14 +370,7 @@ def test_pools_of_more_than_two_to_the_31_elements() -> None:
 @gpu
 def test_more_rows_and_heads_than_a_grid_dimension_holds() -> None:
     case = StepCase(DecodeCase(Case(B=2050, T=1, H=64, K=16, V=16, dtype="bfloat16"), padding=False))
-    call, single = case.build("cuda"), case.build("cuda")
-    o = run(TRITON, call)
-    for n in (0, 1023, 2049):
-        row = {name: single[name][n : n + 1] for name in (*ROWS, "indices")}
-        assert_same_bits(run(TRITON, single | row), o[n : n + 1], f"row {n}")
-        slot = int(single["indices"][n])
-        for name in ("pool", "conv_pool"):
-            assert_same_bits(single[name][slot], call[name][slot], f"{name} {n}")
+    on_a_gpu.assert_rows_are_rows_alone(TRITON, run, lambda: case.build("cuda"), (0, 1023, 2049))
 
 
 @gpu
