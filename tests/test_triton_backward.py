@@ -72,9 +72,9 @@ class Build:
 BUDGETS = {
     ("walks", True): {64: 64, 128: 192, 256: 320},
     ("walks", False): {16: 32, 128: 384, 256: 640},
-    ("chunk_gradient", True): {64: 32, 128: 512, 256: 192},
+    ("chunk_gradient", True): {16: 16, 64: 32, 128: 576, 256: 192},
     ("chunk_gradient", False): {16: 160, 64: 256, 128: 320, 256: 320},
-    ("hard_chunk_gradient", True): {64: 64, 128: 320, 256: 256},
+    ("hard_chunk_gradient", True): {16: 16, 64: 64, 128: 320, 256: 256},
     ("hard_chunk_gradient", False): {16: 64, 64: 320, 128: 320, 256: 320},
     ("head_gradient", True): {},
     ("head_gradient", False): {128: 32},
