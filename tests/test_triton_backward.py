@@ -106,14 +106,19 @@ def described(problem: Problem, config: Config) -> tuple[dict[str, torch.dtype],
 
     inputs = meta_inputs(problem)
     dS = torch.empty(inputs.state_shape, dtype=inputs.state_dtype, device="meta")
-    planner = mock.Mock()
+    planner = mock.Mock(return_value=(mock.Mock(), mock.Mock()))
     with mock.patch.object(backward, "device_facts", return_value=DEVICES[90]):
         backward.compute(inputs, torch.empty_like(inputs.v), dS, planner)
-    (call, of_dS), (tensors,) = planner.call_args.args, planner.return_value.call_args.args
-    scratch, launches = backward.describe_backward(call, config, of_dS)
-    given = zip(backward.TENSORS, tensors, strict=True)
-    dtypes = {name: inputs.q.dtype if x is None else x.dtype for name, x in given}
-    return dtypes | {name: dtype for name, (_, dtype) in scratch.items()}, launches
+    (call, of_dS), halves = planner.call_args.args, planner.return_value
+    dtypes: dict[str, torch.dtype] = {}
+    found: list[Launch] = []
+    described = backward.describe_backward(call, config, of_dS)
+    for names, half, (scratch, launches) in zip((backward.WALKS, backward.CHUNKS), halves, described, strict=True):
+        (tensors,) = half.call_args.args
+        dtypes |= {name: inputs.q.dtype if x is None else x.dtype for name, x in zip(names, tensors, strict=True)}
+        dtypes |= {name: dtype for name, (_, dtype) in scratch.items()}
+        found += launches
+    return dtypes, found
 
 
 def compile_one(build: Build) -> Built:
