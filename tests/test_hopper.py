@@ -354,7 +354,7 @@ def test_same_bits_and_final_state_in_place(cut: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
 def test_a_thousand_launches_give_the_same_bits(backend: str) -> None:
-    """Forward of whole sequences and of cut ones, and a hundred times forward and backward."""
+    """Forward of whole sequences and of cut ones, and thirty times forward and backward."""
     for case in (PLAIN.but(T=4096, H=4), PLAIN.but(lengths=(700, 0, 1348), H=64), PLAIN.but(T=600, gate="softplus")):
         call = bfloat16(case, "cuda") | {"backend": backend}
         o, state = flash_kda.kda(**call)
@@ -365,7 +365,7 @@ def test_a_thousand_launches_give_the_same_bits(backend: str) -> None:
         assert not changed, f"{case}: a launch gave other bits"
         taped, found = leaves(call)
         first = gradients(taped, found)
-        for _ in range(100):
+        for _ in range(30):
             for name, a, b in zip(found, gradients(taped, found), first, strict=True):
                 assert_same_bits(a, b, f"d{name}")
 
