@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flash_kda import dispatch
+from flash_kda import dispatch, forms
 
 # The cases are small: one thread is faster than two that wait for each other.
 torch.set_num_threads(1)
@@ -25,6 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def fresh_choices() -> Iterator[None]:
     """Choices of backends are remembered; a test that changes the backends must not meet or leave one."""
-    dispatch._choose.cache_clear()
+    forget()
     yield
+    forget()
+
+
+def forget() -> None:
+    """Forget which backend runs what, and how."""
     dispatch._choose.cache_clear()
+    forms.form.cache_clear()

@@ -18,7 +18,7 @@ from flash_kda.backends.triton.forward import TENSORS, Written
 from flash_kda.backends.triton.launch import Launch, Matrix, Plan, Scratch
 from flash_kda.backends.triton.prepare import prepare
 from flash_kda.backends.triton.segments import scan_segments
-from flash_kda.types import Inputs, Layout, Signature
+from flash_kda.types import ForwardTensors, Inputs, Layout, Maybe, Runner, Signature
 
 # Value columns of a program of the scan over segments.
 SCAN_BV = 16
@@ -104,5 +104,23 @@ def plan(call: Signature, out: Written, final: Written | None) -> Plan:
 
 def forward(inputs: Inputs, out: Tensor | None, final: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Output ``[B, T, HV, V]`` in v's dtype and final state (None unless asked for), into the tensors given."""
-    aligned = all(x.data_ptr() % 16 == 0 for x in (inputs.q, inputs.k, inputs.v, inputs.g))
-    return triton_forward.forward(inputs, out, final, plan if aligned else triton_forward.plan)
+    planner = plan if _aligned(*inputs[:4]) else triton_forward.plan
+    return triton_forward.forward(inputs, out, final, planner)
+
+
+def _aligned(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> bool:
+    """Whether all start at multiples of 16 bytes, as hardware copies must."""
+    return (q.data_ptr() | k.data_ptr() | v.data_ptr() | g.data_ptr()) % 16 == 0
+
+
+def runner(inputs: Inputs) -> Runner | None:
+    """Calls of this call's form as a function of their tensors; None where a call is no single plan."""
+    copying, portable = (triton_forward.runner(inputs, planner) for planner in (plan, triton_forward.plan))
+    if copying is None or portable is None:
+        return None
+
+    def run(tensors: ForwardTensors, A_log: Maybe, dt_bias: Maybe) -> tuple[Tensor, Maybe]:
+        chosen = copying if _aligned(*tensors[:4]) else portable
+        return chosen(tensors, A_log, dt_bias)
+
+    return run
