@@ -72,13 +72,13 @@ def kda(
     tensors = (q, k, v, g, beta, initial_state, cu_seqlens, None, None)
     options = (scale, output_final_state, qk_l2norm, beta_is_logit, allow_neg_eigval, state_layout)
     if torch.compiler.is_compiling():
-        return ops.traced(*_arguments(tensors, gate, options), backend)
+        return ops.traced(*_arguments(tensors, gate, options), backend=backend)
     return forms.run(
         ("kda",), tensors, gate, options, backend, lambda: check(*_arguments(tensors, gate, options)), _launch
     )
 
 
-def _arguments(tensors: ForwardTensors, gate: Gate, options: tuple[Any, ...]) -> tuple[Any, ...]:
+def _arguments(tensors: ForwardTensors, gate: Gate, options: tuple[Any, ...]) -> Any:
     """The arguments of the checks, in their order."""
     *rows, initial_state, cu_seqlens, _, _ = tensors
     scale, output_final_state, *others = options

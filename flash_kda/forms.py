@@ -53,7 +53,7 @@ def run(
     found: Form | None = None
     given = (*tensors, A_log, dt_bias)
     try:
-        if not (torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in given])):
+        if not (torch.is_grad_enabled() and True in [x is not None and x.requires_grad for x in given]):
             found = form(
                 *kind,
                 *[x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given],

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flash_kda.backends.triton import forward
 from flash_kda.backends.triton.config import Config, configure
+from flash_kda.backends.triton.forward import dense
 from flash_kda.backends.triton.launch import Launch, Plan, Scratch
 from flash_kda.backends.triton.recurrence import pooled_recurrence
 from flash_kda.types import Prefiller, PrefillInputs, PrefillTensors, gate_parameters
@@ -77,7 +78,7 @@ def prefiller(call: PrefillInputs) -> Prefiller:
         *others, pool, indices, known, cu = others
         given = (
             *(*others, pool, indices, known, None if cu is None else cu.contiguous()),
-            *(offsets, cu_offsets, pool if in_pool else kept, target, out, forward.dense(A_log), forward.dense(dt_bias), pool),
+            *(offsets, cu_offsets, pool if in_pool else kept, target, out, dense(A_log), dense(dt_bias), pool),
         )
         if torch.cuda.current_device() == index:
             launch(given)
