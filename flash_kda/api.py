@@ -72,7 +72,7 @@ def kda(
     tensors = (q, k, v, g, beta, initial_state, cu_seqlens, None, None)
     options = (scale, output_final_state, qk_l2norm, beta_is_logit, allow_neg_eigval, state_layout)
     if torch.compiler.is_compiling():
-        return ops.traced(*_arguments(tensors, gate, options), backend=backend)
+        return ops.traced(*_arguments(tensors, gate, (*options, backend)))
     return forms.run(
         ("kda",), tensors, gate, options, backend, lambda: check(*_arguments(tensors, gate, options)), _launch
     )
@@ -86,4 +86,4 @@ def _arguments(tensors: ForwardTensors, gate: Gate, options: tuple[Any, ...]) ->
 
 
 def _launch(module: dispatch.Backend, inputs: Inputs) -> tuple[tuple[Tensor, Maybe], Runner | None]:
-    return module.run(inputs), module.runner(inputs)
+    return module.run(inputs), None if inputs.problem.grad else module.runner(inputs)
