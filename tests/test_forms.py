@@ -16,7 +16,7 @@ from test_launch import widened
 from torch import Tensor
 
 import flash_kda
-from flash_kda import api, dispatch, forms
+from flash_kda import api, dispatch
 from flash_kda.compat import flashkda
 from flash_kda.types import gate_parameters
 
@@ -111,14 +111,6 @@ def test_another_form_is_checked_anew(name: str, call: Call, remembering: Rememb
     flash_kda.kda(**{"backend": "cpu"} | call)
     assert len(remembering.checked) == 2
     assert not remembering.direct
-
-
-@torch.no_grad()
-def test_functions_share_no_form(remembering: Remembering) -> None:
-    call = Case(B=2, T=40, H=2, HV=4, K=3, V=5).build()
-    flash_kda.kda(**call)
-    flash_kda.fwd(**as_fwd(call))
-    assert len(remembering.checked) == 2
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"])
@@ -219,18 +211,6 @@ def test_other_backends_meet_no_form(remembering: Remembering, monkeypatch: pyte
     flash_kda.kda(**BASE.build(), backend="cpu")
     assert len(other.checked) == 1
     assert len(remembering.direct) == 1
-
-
-def test_a_form_keeps_no_tensor(remembering: Remembering) -> None:
-    import weakref
-
-    call = BASE.build()
-    followed = [weakref.ref(x) for x in (*(call[name] for name in TENSORS[:6]), *gate_parameters(call["gate"]))]
-    flash_kda.kda(**call, backend="cpu")
-    remembering.checked.clear()
-    del call
-    assert all(x() is None for x in followed)
-    assert forms.form.cache_info().currsize == 1
 
 
 # FlashKDA's interface.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from flash_kda import api, checks, dispatch
 from flash_kda.backends import triton as backend
 from flash_kda.backends.triton.config import Device
 from flash_kda.bench import harness
-from flash_kda.types import Signature
+from flash_kda.types import Signature, gate_parameters
 
 pytest.importorskip("triton")
 from flash_kda.backends.triton import forward, launch
@@ -266,12 +267,17 @@ def test_results_of_the_caller_are_written_in_a_known_form(kernels: tuple[Jitted
     assert len(recurrence.direct) == 2
 
 
-def test_gate_parameters_and_boundaries_reach_the_kernels_as_they_read_them(kernels: tuple[Jitted, Jitted]) -> None:
-    """The checks admit float64 and strides, in every call of the form."""
+@pytest.mark.parametrize("what", ["A_log", "dt_bias", "cu_seqlens"])
+def test_what_kernels_cannot_read_is_converted(what: str, kernels: tuple[Jitted, Jitted]) -> None:
+    """The checks admit parameters in float64, and strides, in every call of the form."""
     call = Case(lengths=(5, 20), H=2, K=16, V=24).build()
     gate, cu = call["gate"], call["cu_seqlens"]
-    wide = flash_kda.LowerBoundGate(gate.A_log.double(), gate.dt_bias.t().contiguous().t())
-    other = call | {"gate": wide, "cu_seqlens": cu.repeat_interleave(2)[::2]}
+    changes: Call = {
+        "A_log": {"gate": flash_kda.LowerBoundGate(gate.A_log.double(), gate.dt_bias)},
+        "dt_bias": {"gate": flash_kda.LowerBoundGate(gate.A_log, gate.dt_bias.t().contiguous().t())},
+        "cu_seqlens": {"cu_seqlens": cu.repeat_interleave(2)[::2]},
+    }
+    other = call | changes[what]
     for f in kernels:
         f.compile = lambda *_: None
     for _ in range(3):
@@ -303,6 +309,19 @@ def test_a_call_in_parts_is_in_parts_again(kernels: tuple[Jitted, Jitted], monke
         with mock.patch.object(forward, "launch", wraps=forward.launch) as launched:
             kda(BASE.build())
         assert launched.call_count == 2, count
+
+
+def test_a_known_form_keeps_no_tensor(kernels: tuple[Jitted, Jitted]) -> None:
+    call = BASE.build()
+    followed = [weakref.ref(x) for x in (*call.values(), *gate_parameters(call["gate"])) if isinstance(x, Tensor)]
+    for _ in range(2):
+        followed += [weakref.ref(x) for x in flash_kda.kda(**call, backend="triton") if x is not None]
+    del call
+    for f in kernels:
+        assert f.direct
+        f.by_triton.clear()
+    assert len(followed) == 12
+    assert not any(x() is not None for x in followed)
 
 
 def test_another_current_device(kernels: tuple[Jitted, Jitted], monkeypatch: pytest.MonkeyPatch) -> None:
