@@ -54,9 +54,10 @@ def run(
     given = (*tensors, A_log, dt_bias)
     try:
         if not (torch.is_grad_enabled() and True in [x is not None and x.requires_grad for x in given]):
+            # Where a tensor is contiguous its shape says all that its strides do.
             found = form(
                 *kind,
-                *[x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given],
+                *[x if x is None else (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.device) for x in given],
                 *(type(gate), getattr(gate, "lower_bound", None), *options, backend),
             )
     except (AttributeError, TypeError):

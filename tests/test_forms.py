@@ -113,6 +113,17 @@ def test_another_form_is_checked_anew(name: str, call: Call, remembering: Rememb
     assert not remembering.direct
 
 
+@torch.no_grad()
+def test_a_stride_that_nothing_is_reached_by_makes_no_form(remembering: Remembering) -> None:
+    """That of a dimension with one entry; a tensor with gaps has one of its own."""
+    call = BASE.but(B=1).build()
+    q = call["q"]
+    same = q.as_strided(q.shape, (7, *q.stride()[1:]))
+    for x in (q, same, q, widened(q), widened(q)):
+        flash_kda.kda(**call | {"q": x}, backend="cpu")
+    assert (len(remembering.checked), len(remembering.direct)) == (2, 3)
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"])
 def test_a_gradient_is_seen_in_a_known_form(name: str, remembering: Remembering) -> None:
     """With gradients enabled a form is remembered as well, but a call that wants one is checked, and not remembered."""
