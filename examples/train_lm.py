@@ -65,6 +65,7 @@ class Run:
         train: the training bytes. device: that trains.
         autocast: whether to compute in bfloat16 where torch.autocast does.
         change: what to make of the new model before it is trained.
+        compiled: whether torch.compile makes its training steps: it fuses what lies around the calls of this library.
 
     Attributes:
         losses: bits per byte of each step. held_out: (step, bits per byte) on the way. seconds: spent on the steps.
@@ -79,9 +80,11 @@ class Run:
         device: str = "cpu",
         autocast: bool = True,
         change: Callable[[ByteLM], None] = unchanged,
+        compiled: bool = False,
     ) -> None:
         self.config, self.device, self.autocast = config, device, autocast
-        self.settings = {**asdict(shape), **asdict(config), "text": hashlib.sha256(train).hexdigest()}
+        text = hashlib.sha256(train).hexdigest()
+        self.settings = {**asdict(shape), **asdict(config), "compiled": compiled, "text": text}
         self.text = torch.frombuffer(bytearray(train), dtype=torch.uint8).to(device)
         # On the CPU, so that neither weights nor batches depend on the device.
         torch.manual_seed(config.seed)
@@ -89,6 +92,7 @@ class Run:
         self.model = ByteLM(shape)
         change(self.model)
         self.model.to(device)
+        self.predict = torch.compile(self.model, fullgraph=True) if compiled else self.model
         self.optimiser = optimiser(self.model, config, fused=True if device == "cuda" else None)
         self.losses: list[float] = []
         self.held_out: list[tuple[int, float]] = []
@@ -121,7 +125,7 @@ class Run:
             group["lr"] = learning_rate(step, progress, self.config)
         x = data.batch(self.text, self.config.batch, self.config.length, self.generator)
         with self.precision(), flash_kda.record_backends() as ran:
-            logits, _ = self.model(x[:, :-1])
+            logits, _ = self.predict(x[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
         self.backend = ran[0] if ran else ""
         torch.autograd.backward(loss)
@@ -249,6 +253,7 @@ def row_of(run: Run, op: str, **measured: Any) -> Row:
         "impl": "flash_kda",
         "backend": run.backend,
         "dtype": "bfloat16" if run.autocast else "float32",
+        "compiled": run.settings["compiled"],
         "parameters": sum(p.numel() for p in run.model.parameters()),
         "steps": run.steps,
         "batch": run.config.batch,
@@ -326,14 +331,15 @@ def speed(shape: ByteLMConfig, config: TrainConfig, text: bytes, device: str, st
     """Tokens per second of whole training steps, after as many that are not timed; nothing is saved or judged."""
     rows: list[Row] = []
     ours: list[float] = []
-    for impl, change, inside in (
-        ("flash_kda", unchanged, nullcontext),
-        ("fla", use_fla, nullcontext),
-        ("fla, computed here", use_fla, registered),
+    for impl, change, inside, compiled in (
+        ("flash_kda", unchanged, nullcontext, False),
+        ("flash_kda, compiled", unchanged, nullcontext, True),
+        ("fla", use_fla, nullcontext, False),
+        ("fla, computed here", use_fla, registered, False),
     ):
         try:
             with inside():
-                run = Run(shape, config, text, device, change=change)
+                run = Run(shape, config, text, device, change=change, compiled=compiled)
                 run.advance(steps)
                 before = run.seconds
                 if device == "cuda":
@@ -342,7 +348,7 @@ def speed(shape: ByteLMConfig, config: TrainConfig, text: bytes, device: str, st
             if (impl == "fla") == bool(run.backend):
                 raise RuntimeError(f"of flash_kda there ran: {run.backend or 'nothing'}")
         except Exception as error:
-            # A peer's failure is news, not the end; our own is a fault.
+            # A peer's failure is news, not the end, and so is a compiler's; our own is a fault.
             if impl == "flash_kda":
                 raise
             print(f"{impl} is left out: {type(error).__name__}: {error}", flush=True)
@@ -441,6 +447,7 @@ def arguments() -> argparse.ArgumentParser:
     end.add_argument("--minutes", type=float, help="of training, in place of a number of steps")
     command.add_argument("--save-every", type=int, default=200, metavar="STEPS", help="between checkpoints (200)")
     command.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    command.add_argument("--compile", action="store_true", help="training steps made by torch.compile")
 
     # Small steps: the reference launches a few hundred kernels for every chunk.
     command = commands.add_parser("curve", parents=[shared], help="compare the first steps with the float32 reference")
@@ -475,7 +482,8 @@ def main() -> None:
             config = replace(config, steps=options.steps)
         else:
             config = replace(config, steps=sys.maxsize, seconds=60 * options.minutes)
-        run, checkpoint = Run(shape, config, corpus.train, device), options.out / "checkpoint.pt"
+        run = Run(shape, config, corpus.train, device, compiled=options.compile)
+        checkpoint = options.out / "checkpoint.pt"
         if options.resume:
             try:
                 run.restore(checkpoint)

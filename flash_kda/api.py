@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from flash_kda import dispatch, ops
+from flash_kda import dispatch, forms, ops
 from flash_kda.checks import check
-from flash_kda.types import Gate, StateLayout
+from flash_kda.types import ForwardTensors, Gate, Inputs, Maybe, Runner, StateLayout
 
 
 def kda(
@@ -67,22 +69,21 @@ def kda(
         TypeError, ValueError: an argument is wrong; the message names it, what came and what was expected.
         NotImplementedError: no backend can run the call; the message gives each one's reason.
     """
-    arguments = (
-        q,
-        k,
-        v,
-        g,
-        beta,
-        gate,
-        scale,
-        initial_state,
-        output_final_state,
-        cu_seqlens,
-        qk_l2norm,
-        beta_is_logit,
-        allow_neg_eigval,
-        state_layout,
-    )
+    tensors = (q, k, v, g, beta, initial_state, cu_seqlens, None, None)
+    options = (scale, output_final_state, qk_l2norm, beta_is_logit, allow_neg_eigval, state_layout)
     if torch.compiler.is_compiling():
-        return ops.traced(*arguments, backend)
-    return dispatch.run(check(*arguments), backend)
+        return ops.traced(*_arguments(tensors, gate, (*options, backend)))
+    return forms.run(
+        ("kda",), tensors, gate, options, backend, lambda: check(*_arguments(tensors, gate, options)), _launch
+    )
+
+
+def _arguments(tensors: ForwardTensors, gate: Gate, options: tuple[Any, ...]) -> Any:
+    """The arguments of the checks, in their order."""
+    *rows, initial_state, cu_seqlens, _, _ = tensors
+    scale, output_final_state, *others = options
+    return *rows, gate, scale, initial_state, output_final_state, cu_seqlens, *others
+
+
+def _launch(module: dispatch.Backend, inputs: Inputs) -> tuple[tuple[Tensor, Maybe], Runner | None]:
+    return module.run(inputs), None if inputs.problem.grad else module.runner(inputs)

@@ -12,7 +12,17 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from flash_kda.types import DecodeInputs, Decoder, Inputs, Prefiller, PrefillInputs, Problem, StepInputs, Stepper
+from flash_kda.types import (
+    DecodeInputs,
+    Decoder,
+    Inputs,
+    Prefiller,
+    PrefillInputs,
+    Problem,
+    Runner,
+    StepInputs,
+    Stepper,
+)
 
 
 class Backend(Protocol):
@@ -27,6 +37,12 @@ class Backend(Protocol):
         """Output ``[B, T, HV, V]`` and final state (None unless asked for), written to ``out`` and ``final_state``.
 
         Both may be strided; ``final_state`` may be the initial state itself. None means a new tensor.
+        """
+
+    def runner(self, inputs: Inputs) -> Runner | None:
+        """``run`` as a function of a call's tensors, for later calls of this one's form that want no gradient.
+
+        None if that spares no host work, or if values must be checked in every call.
         """
 
     def gradients(self, inputs: Inputs, do: Tensor, dS: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -1,16 +1,18 @@
-"""Calls for serving: few forms that come again and again, so that what a form needs is worked out once."""
+"""Calls of few forms that come again and again, so that what a form needs is worked out once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from flash_kda import dispatch
 from flash_kda.types import Gate
+
+R = TypeVar("R")
 
 
 class Form:
@@ -21,7 +23,7 @@ class Form:
             one of them has passed the checks.
     """
 
-    known: tuple[str, Callable[[Any, Tensor | None, Tensor | None], Tensor]] | None = None
+    known: tuple[str, Callable[[Any, Tensor | None, Tensor | None], Any]] | None = None
 
 
 # Typed: an option that is 1 and not True is another.
@@ -31,10 +33,6 @@ def form(*_: Any) -> Form:
     return Form()
 
 
-def _wants_gradient(*tensors: Tensor | None) -> bool:
-    return any(x is not None and x.requires_grad for x in tensors)
-
-
 def run(
     kind: Sequence[Any],
     tensors: Any,
@@ -42,34 +40,36 @@ def run(
     options: tuple[Any, ...],
     backend: str,
     check: Callable[[], Any],
-    launch: Callable[[dispatch.Backend, Any], tuple[Tensor, Any]],
-) -> Tensor:
+    launch: Callable[[dispatch.Backend, Any], tuple[R, Callable[[Any, Tensor | None, Tensor | None], R] | None]],
+) -> R:
     """Run a call: with its checks, or as one of its form was run before.
 
     Args:
         kind: tells the function, and what else neither tensors nor options tell.
         check: the checked call, with a ``problem``.
-        launch: runs a checked call on a backend; the output, and the call as a function of its tensors or None.
+        launch: runs a checked call on a backend; its result, and the call as a function of its tensors or None.
     """
     A_log, dt_bias = getattr(gate, "A_log", None), getattr(gate, "dt_bias", None)
     found: Form | None = None
+    given = (*tensors, A_log, dt_bias)
     try:
-        if not (torch.is_grad_enabled() and _wants_gradient(*tensors, A_log, dt_bias)):
-            arguments: Any = (
+        if not (torch.is_grad_enabled() and True in [x is not None and x.requires_grad for x in given]):
+            # Where a tensor is contiguous its shape says all that its strides do.
+            found = form(
                 *kind,
-                *[x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (*tensors, A_log, dt_bias)],
+                *[x if x is None else (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.device) for x in given],
                 *(type(gate), getattr(gate, "lower_bound", None), *options, backend),
             )
-            found = form(*arguments)
     except (AttributeError, TypeError):
         pass  # something is no tensor or no number: the checks will say what
     if found is not None and found.known is not None:
         name, runner = found.known
         dispatch.record(name)
-        return runner(tensors, A_log, dt_bias)
+        result: R = runner(tensors, A_log, dt_bias)
+        return result
     call = check()
     name, module = dispatch.choose(call.problem, backend)
-    o, new = launch(module, call)
+    result, new = launch(module, call)
     if found is not None and new is not None:
         found.known = name, new
-    return o
+    return result

@@ -29,16 +29,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def fresh_choices() -> Iterator[None]:
     """Choices of backends are remembered; a test that changes the backends must not meet or leave one."""
-    dispatch._choose.cache_clear()
+    forget()
     yield
-    dispatch._choose.cache_clear()
+    forget()
 
 
-@pytest.fixture
-def no_known_forms() -> Iterator[None]:
-    """Forms of calls are remembered with their launches; a test that counts these must not meet or leave one."""
-    forms.form.cache_clear()
-    yield
+def forget() -> None:
+    """Forget which backend runs what, and how."""
+    dispatch._choose.cache_clear()
     forms.form.cache_clear()
 
 

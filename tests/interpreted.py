@@ -135,6 +135,30 @@ def same_bits() -> None:
     assert_same_bits(state3, state[2:3], "state alone")
 
 
+def known_form(case: Case) -> None:
+    """The second call of a form, of other tensors, and a third: the bits of checked ones."""
+    import flash_kda
+    from flash_kda import api
+    from flash_kda.backends import triton as backend
+    from flash_kda.backends.triton import forward
+
+    calls = [case.but(seed=seed).build() for seed in (0, 1, 0)]
+    expected = [run(call) for call in calls]
+    with (
+        mock.patch.object(backend, "supports", return_value=None),
+        mock.patch.object(forward, "device_facts", return_value=H200),
+        mock.patch.object(torch.cuda, "current_device", return_value=None),
+        mock.patch.object(api, "check", wraps=api.check) as checked,
+    ):
+        results = [flash_kda.kda(**call, backend="triton") for call in calls]
+    assert checked.call_count == 1, "checked again"
+    for (o, state), (o2, state2) in zip(results, expected, strict=True):
+        assert_same_bits(o, o2, "o")
+        assert (state is None) == (state2 is None)
+        if state is not None:
+            assert_same_bits(state, state2, "state")
+
+
 def in_parts(B: int, T: int) -> None:
     """A workspace of 192 rows at most: the same bits as with room for all, in place too."""
     from flash_kda.backends.triton import forward
@@ -213,6 +237,14 @@ CASES: dict[str, Callable[[], None]] = {
     "strided": strided,
     "in place": in_place,
     "same bits": same_bits,
+    **{
+        f"known form {case}": partial(known_form, case)
+        for case in (
+            Case(B=2, T=40, HV=4, V=24, dt_bias="flat"),
+            Case(lengths=(5, 0, 33), tail=3, gate="softplus", layout="kv", initial=False),
+            Case(T=33, gate="log", final=False),
+        )
+    },
     "in parts of the tokens": partial(in_parts, 1, 100),
     "in parts of the batch": partial(in_parts, 3, 40),
     "in parts of both": partial(in_parts, 2, 70),

@@ -14,15 +14,16 @@ from flash_kda import Problem, dispatch
 
 
 class Remembering:
-    """On the CPU, with one entry; it counts what it is asked: calls that are new to it, and direct ones."""
+    """On the CPU; it counts what it is asked, by ``entry`` or the methods of a subclass: new calls, and direct ones."""
 
-    def __init__(self, entry: str) -> None:
-        self.planned: list[Any] = []
+    def __init__(self, entry: str | None = None) -> None:
+        self.checked: list[Any] = []
         self.direct: list[tuple[Any, ...]] = []
-        setattr(self, entry, self._run)
+        if entry is not None:
+            setattr(self, entry, self._run)
 
     @classmethod
-    def in_place(cls, monkeypatch: pytest.MonkeyPatch, entry: str) -> Remembering:
+    def in_place(cls, monkeypatch: pytest.MonkeyPatch, entry: str | None = None) -> Remembering:
         """In place of every backend."""
         backend = cls(entry)
         monkeypatch.setattr(dispatch, "load", lambda name: backend)
@@ -32,7 +33,7 @@ class Remembering:
         return None
 
     def _run(self, call: Any) -> tuple[Tensor, Any]:
-        self.planned.append(call)
+        self.checked.append(call)
         return torch.zeros(1), lambda *arguments: self.direct.append(arguments) or torch.ones(1)
 
 
@@ -42,11 +43,11 @@ def assert_gradients_are_seen(
     """With gradients enabled a form is remembered as well, but a call that wants one is checked, and not remembered."""
     for _ in range(2):
         function(**build(), backend="cpu")
-    assert len(remembering.planned) == len(remembering.direct) == 1
-    for planned in (2, 3):
+    assert len(remembering.checked) == len(remembering.direct) == 1
+    for checked in (2, 3):
         function(**wanting, backend="cpu")
-        assert len(remembering.planned) == planned
-        assert remembering.planned[-1].problem.grad
+        assert len(remembering.checked) == checked
+        assert remembering.checked[-1].problem.grad
     with torch.no_grad():
         function(**wanting, backend="cpu")
     assert len(remembering.direct) == 2

@@ -147,7 +147,7 @@ def test_explain_knows_decoding() -> None:
 
 
 @pytest.fixture
-def remembering(monkeypatch: pytest.MonkeyPatch, no_known_forms: None) -> Remembering:
+def remembering(monkeypatch: pytest.MonkeyPatch) -> Remembering:
     return Remembering.in_place(monkeypatch, "run_decode")
 
 
@@ -161,7 +161,7 @@ def test_a_second_call_of_a_form_is_direct(remembering: Remembering) -> None:
         assert not remembering.direct
         flash_kda.kda_decode(**second, out=out, backend="cpu")
     assert ran == ["cpu", "cpu"]
-    assert len(remembering.planned) == 1
+    assert len(remembering.checked) == 1
     ((tensors, A_log, dt_bias),) = remembering.direct
     names = ("q", "k", "v", "g", "beta", "pool", "indices", "num_accepted", "has_initial_state", "cu_seqlens")
     assert all(x is second[name] for x, name in zip(tensors, names, strict=False))
@@ -209,10 +209,10 @@ def other_forms() -> list[Any]:
 def test_another_form_is_checked_anew(call: Call, remembering: Remembering) -> None:
     flash_kda.kda_decode(**EACH.build(), backend="cpu")
     flash_kda.kda_decode(**call, backend="cpu")
-    assert len(remembering.planned) == 2
+    assert len(remembering.checked) == 2
     assert not remembering.direct
     flash_kda.kda_decode(**EACH.build(), backend="reference")
-    assert len(remembering.planned) == 3
+    assert len(remembering.checked) == 3
 
 
 @pytest.mark.parametrize("name", ["q", "g", "pool", "A_log", "dt_bias"])
@@ -258,7 +258,7 @@ def test_an_equal_option_of_another_type_is_checked_anew(
     for _ in range(2):
         flash_kda.kda_decode(**EACH.build() | {name: right}, backend="cpu")
     refused()
-    assert len(remembering.planned) == len(remembering.direct) == 1
+    assert len(remembering.checked) == len(remembering.direct) == 1
 
 
 @torch.no_grad()

@@ -6,6 +6,8 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -14,12 +16,15 @@ import torch
 from cases import Call, Case, inputs_of, leaves, oracle, spans_of
 from compare import assert_outputs, assert_same_bits, assert_states, bits
 from compiling import DEVICES, Dtypes, assert_fits, compile_launch, dtypes_of, meta_inputs, source_of
+from conftest import forget
+from jitted import Compiled, Jitted, launch_on_the_cpu
 
 import flash_kda
 from flash_kda.backends import hopper
 from flash_kda.backends.hopper import config as hopper_config
 from flash_kda.backends.hopper.config import HopperConfig, configure, segment, segments
 from flash_kda.backends.triton.config import configure as configure_portable
+from flash_kda.bench import harness
 from flash_kda.types import Problem
 
 if TYPE_CHECKING:
@@ -215,6 +220,100 @@ def test_kernels_compile(name: str) -> None:
             assert built.wgmma, "no wgmma"
 
 
+# Launches.
+
+
+class Described(Compiled):
+    """A compiled kernel with matrices, whose launcher Triton wraps."""
+
+    def __init__(self, count: int, key: Any, direct: list[Any]) -> None:
+        super().__init__(key, direct)
+        launcher = self.run.launch
+
+        def wrapped(*arguments: Any) -> None:
+            launcher(*arguments)
+
+        self.run.launch = wrapped
+        each = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": (32, 64)}
+        self.metadata = SimpleNamespace(tensordesc_meta=[each] * count)
+
+
+@pytest.fixture
+def jitted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Jitted]:
+    """In place of the kernels, with their parameters; tensors on the CPU are launched, and need no driver."""
+    launch_on_the_cpu(monkeypatch)
+    from flash_kda.backends.hopper import forward
+    from flash_kda.backends.triton import forward as portable
+    from flash_kda.backends.triton import launch
+
+    found = {}
+    for module, name in ((forward, "prepare_warp"), (forward, "walk"), (portable, "prepare"), (portable, "recurrence")):
+        found[name] = Jitted.in_place(monkeypatch, module, name)
+        if count := sum(x.startswith("d_") for x in found[name].arg_names):
+            found[name].compile = partial(Described, count)
+    launch.driver.active.utils = SimpleNamespace(fill_tma_descriptor=lambda *arguments: ("descriptor", arguments[0]))
+    monkeypatch.setattr(hopper, "supports", lambda problem: None)
+    for module in (forward, portable):
+        module.plan.cache_clear()
+    return found
+
+
+def shifted(x: torch.Tensor, elements: int = 1) -> torch.Tensor:
+    """The same values some elements past an address that is aligned to 16 bytes."""
+    return torch.empty(x.numel() + elements, dtype=x.dtype, device=x.device)[elements:].view_as(x).copy_(x)
+
+
+def test_a_known_form_is_launched_directly(jitted: dict[str, Jitted]) -> None:
+    """With its own tensors, as matrices too."""
+    for seed in range(3):
+        call = bfloat16(PLAIN.but(seed=seed))
+        with mock.patch.object(hopper, "run", wraps=hopper.run) as run:
+            o, state = flash_kda.kda(**call)
+        assert run.called == (seed == 0)
+    walk, prepare = jitted["walk"], jitted["prepare_warp"]
+    assert len(walk.by_triton) == len(prepare.by_triton) == 1
+    assert len(walk.direct) == len(prepare.direct) == 2
+    given = walk.direct[-1][1]
+    assert {o.data_ptr(), state.data_ptr(), call["initial_state"].data_ptr()} <= {x for x in given if type(x) is int}
+    passed = [x for _, given in (prepare.direct[-1], walk.direct[-1]) for x in given if isinstance(x, tuple)]
+    described = {x[-1] for x in passed if x[0] == "descriptor"}
+    # Among the others are parts of the scratch memory.
+    assert {call[name].data_ptr() for name in "qkgv"} <= described
+    assert not jitted["prepare"].by_triton
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g"])
+def test_alignment_of_a_known_form_chooses_the_kernels(name: str, jitted: dict[str, Jitted]) -> None:
+    """What hardware copies must be aligned to 16 bytes in this very call; nothing else must."""
+    call = bfloat16(PLAIN)
+    other, state = call | {name: shifted(call[name])}, call | {"initial_state": shifted(call["initial_state"])}
+    far = call | {name: shifted(call[name], 8)}
+
+    def ran(call: Call) -> list[str]:
+        before = {kernel: len(f.by_triton) + len(f.direct) for kernel, f in jitted.items()}
+        with flash_kda.record_backends() as backends:
+            flash_kda.kda(**call)
+        assert backends == ["hopper"]
+        return [kernel for kernel, f in jitted.items() if len(f.by_triton) + len(f.direct) > before[kernel]]
+
+    own, portable = ["prepare_warp", "walk"], ["prepare", "recurrence"]
+    for _ in range(2):
+        assert [ran(x) for x in (call, other, state, far)] == [own, portable, own, own]
+    assert len(jitted["recurrence"].by_triton) == len(jitted["recurrence"].direct) == 1
+    assert len(jitted["walk"].by_triton) == 2
+    assert len(jitted["walk"].direct) == 4
+
+
+@pytest.mark.parametrize("name", ["q", "v"])
+def test_the_first_call_of_a_form_may_be_unaligned(name: str, jitted: dict[str, Jitted]) -> None:
+    call = bfloat16(PLAIN)
+    for _ in range(2):
+        flash_kda.kda(**call | {name: shifted(call[name])})
+    assert not jitted["walk"].by_triton
+    flash_kda.kda(**call)
+    assert len(jitted["walk"].by_triton) == 1
+
+
 # Results.
 
 
@@ -347,7 +446,7 @@ def test_same_bits_and_final_state_in_place(cut: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
 def test_a_thousand_launches_give_the_same_bits(backend: str) -> None:
-    """Forward of whole sequences and of cut ones, and a hundred times forward and backward."""
+    """Forward of whole sequences and of cut ones, and thirty times forward and backward."""
     for case in (PLAIN.but(T=4096, H=4), PLAIN.but(lengths=(700, 0, 1348), H=64), PLAIN.but(T=600, gate="softplus")):
         call = bfloat16(case, "cuda") | {"backend": backend}
         o, state = flash_kda.kda(**call)
@@ -358,7 +457,7 @@ def test_a_thousand_launches_give_the_same_bits(backend: str) -> None:
         assert not changed, f"{case}: a launch gave other bits"
         taped, found = leaves(call)
         first = gradients(taped, found)
-        for _ in range(100):
+        for _ in range(30):
             for name, a, b in zip(found, gradients(taped, found), first, strict=True):
                 assert_same_bits(a, b, f"d{name}")
 
@@ -416,3 +515,44 @@ def test_graph_replays_other_lengths(cut: bool) -> None:
     graph.replay()
     assert_same_bits(o, expected[0], "o")
     assert_same_bits(state, expected[1], "state")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [PLAIN, PLAIN.but(initial=False, gate="softplus"), PLAIN.but(lengths=(300, 0, 150), tail=9, layout="kv")],
+    ids=str,
+)
+@torch.no_grad()
+def test_a_known_form_gives_the_bits_of_a_checked_call(case: Case) -> None:
+    """Aligned or not, from other values in between, and into the caller's tensors."""
+    call, other = bfloat16(case, "cuda"), bfloat16(case.but(seed=1), "cuda")
+    calls = [call, call | {"q": shifted(call["q"])}, other]
+    checked = []
+    for x in calls:
+        forget()
+        checked.append(run(x))
+    for _ in range(2):
+        for x, (o, state) in zip(calls, checked, strict=True):
+            again, state_again = run(x)
+            assert_same_bits(again, o, "o")
+            assert_same_bits(state_again, state, "state")
+    if case.gate == "lower_bound" and case.layout == "vk":
+        gate = call["gate"]
+        rows = {name: call[name] for name in ("q", "k", "v", "g", "beta", "scale", "cu_seqlens")}
+        for _ in range(3):
+            out, S = torch.full_like(call["v"], math.nan), call["initial_state"].clone()
+            results = {"out": out, "initial_state": S, "final_state": S}
+            flash_kda.fwd(**rows, **results, A_log=gate.A_log, dt_bias=gate.dt_bias, lower_bound=gate.lower_bound)
+            assert_same_bits(out, checked[0][0], "out")
+            assert_same_bits(S, checked[0][1], "final_state")
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_host_time() -> None:
+    """Enqueueing a call of a known form takes little: the bound is a generous one, for slow hosts."""
+    call = bfloat16(Case(T=512, H=64, K=128, V=128), "cuda")
+    run(call)
+    run(call)
+    assert harness.host_us([lambda: flash_kda.kda(**call)], rounds=10, calls=20) < 120

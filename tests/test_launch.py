@@ -1,8 +1,9 @@
-"""What a call costs on the host: it is worked out once per signature, and a launch is told apart by all it must be."""
+"""What a call costs on the host: it is worked out once per form, and a launch is told apart by all it must be."""
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,9 @@ from jitted import STREAM, Compiled, Jitted, launch_on_the_cpu
 from torch import Tensor
 
 import flash_kda
-from flash_kda import checks
+from flash_kda import api, checks, dispatch
 from flash_kda.bench import harness
-from flash_kda.types import Signature
+from flash_kda.types import Signature, gate_parameters
 
 pytest.importorskip("triton")
 from flash_kda.backends.triton import forward, launch
@@ -27,6 +28,7 @@ from flash_kda.backends.triton.launch import Launch, Plan
 
 @pytest.fixture(autouse=True)
 def _no_device(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Nor is one needed, and no plan is known."""
     if request.node.get_closest_marker("gpu") is None:
         launch_on_the_cpu(monkeypatch)
     forward.plan.cache_clear()
@@ -190,13 +192,136 @@ def test_a_repeated_call_collects_pointers_only(kernels: tuple[Jitted, Jitted]) 
     call = BASE.build()
     kda(call)
     worked_out = (checks.check_signature.cache_info().misses, forward.plan.cache_info().misses)
-    with mock.patch.object(forward, "describe", side_effect=AssertionError("described again")):
+    again = mock.Mock(side_effect=AssertionError("worked out again"))
+    with (
+        mock.patch.object(forward, "describe", again),
+        mock.patch.object(api, "check", again),
+        mock.patch.object(dispatch, "choose", again),
+    ):
         for _ in range(3):
             kda({name: x.clone() if isinstance(x, Tensor) else x for name, x in call.items()})
     assert worked_out == (checks.check_signature.cache_info().misses, forward.plan.cache_info().misses)
     for f in kernels:
         assert len(f.by_triton) == 1
         assert len(f.direct) == 3
+
+
+@pytest.mark.parametrize("case", [BASE, BASE.but(initial=False), BASE.but(final=False)], ids=str)
+def test_a_known_form_writes_its_own_results(case: Case, kernels: tuple[Jitted, Jitted]) -> None:
+    """New tensors as a checked call makes them, and the call's own inputs."""
+    (o, state), *later = [flash_kda.kda(**(call := case.but(seed=seed).build()), backend="triton") for seed in range(3)]
+    for again, state_again in later:
+        assert (again.shape, again.stride(), again.dtype) == (o.shape, o.stride(), o.dtype)
+        assert (state is None) == (state_again is None)
+        if state is not None and state_again is not None:
+            assert (state_again.shape, state_again.dtype) == (state.shape, state.dtype)
+    recurrence = kernels[1]
+    arguments = recurrence.direct[-1][1]
+    names = [name for name in recurrence.arg_names if name.startswith("p_")]
+    given = dict(zip(names, arguments[-len(recurrence.arg_names) :], strict=False))
+    assert given["p_o"] == later[-1][0].data_ptr()
+    assert given["p_v"] == call["v"].data_ptr()
+    if case.final:
+        assert given["p_S"] == later[-1][1].data_ptr()
+    if case.initial:
+        assert given["p_S0"] == call["initial_state"].data_ptr()
+
+
+def test_results_of_the_caller_are_written_in_a_known_form(kernels: tuple[Jitted, Jitted]) -> None:
+    """By FlashKDA's interface, strided ones too, and the state in place."""
+    call = BASE.but(V=16).build()
+    out, S = widened(torch.empty_like(call["v"])), widened(call["initial_state"])
+    with mock.patch.object(dispatch, "explain", return_value=SimpleNamespace(backend="triton")):
+        for _ in range(3):
+            rows = {name: call[name] for name in ("q", "k", "v", "g", "beta", "scale")}
+            gate = call["gate"]
+            flash_kda.fwd(
+                **rows,
+                out=out,
+                A_log=gate.A_log,
+                dt_bias=gate.dt_bias,
+                lower_bound=-5.0,
+                initial_state=S,
+                final_state=S,
+            )
+    recurrence = kernels[1]
+    assert len(recurrence.by_triton) == 1
+    names = [name for name in recurrence.arg_names if name.startswith("p_")]
+    for _, arguments in recurrence.direct:
+        given = dict(zip(names, arguments[-len(recurrence.arg_names) :], strict=False))
+        assert (given["p_o"], given["p_S0"], given["p_S"]) == (out.data_ptr(), S.data_ptr(), S.data_ptr())
+    assert len(recurrence.direct) == 2
+
+
+@pytest.mark.parametrize("what", ["A_log", "dt_bias", "cu_seqlens"])
+def test_what_kernels_cannot_read_is_converted(what: str, kernels: tuple[Jitted, Jitted]) -> None:
+    """The checks admit parameters in float64, and strides, in every call of the form."""
+    call = Case(lengths=(5, 20), H=2, K=16, V=24).build()
+    gate, cu = call["gate"], call["cu_seqlens"]
+    changes: Call = {
+        "A_log": {"gate": flash_kda.LowerBoundGate(gate.A_log.double(), gate.dt_bias)},
+        "dt_bias": {"gate": flash_kda.LowerBoundGate(gate.A_log, gate.dt_bias.t().contiguous().t())},
+        "cu_seqlens": {"cu_seqlens": cu.repeat_interleave(2)[::2]},
+    }
+    other = call | changes[what]
+    for f in kernels:
+        f.compile = lambda *_: None
+    for _ in range(3):
+        kda(other)
+        for f in kernels:
+            given = dict(zip(f.arg_names, f.by_triton[-1][1], strict=True))
+            for name, x in (("p_A_log", gate.A_log), ("p_dt_bias", gate.dt_bias), ("p_cu", cu)):
+                if name in given:
+                    assert_same_bits(given[name], x, name)
+                    assert given[name].is_contiguous()
+    assert len(kernels[0].by_triton) == 3
+
+
+@pytest.mark.parametrize("case", [BASE.but(T=0), BASE.but(B=0), BASE.but(B=1, lengths=(), tail=5)], ids=str)
+def test_nothing_is_launched_for_nothing(case: Case, kernels: tuple[Jitted, Jitted]) -> None:
+    """Zeros, and the states that came, in every call."""
+    for seed in range(3):
+        call = case.but(seed=seed).build()
+        o, state = flash_kda.kda(**call, backend="triton")
+        assert not o.count_nonzero()
+        assert_same_bits(state, call["initial_state"], "state")
+    assert not any(f.by_triton for f in kernels)
+
+
+def test_a_call_in_parts_is_in_parts_again(kernels: tuple[Jitted, Jitted], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no form that would launch it whole."""
+    monkeypatch.setattr(forward, "MOST_ROWS", 40 * 4)
+    for count in (1, 2, 3):
+        with mock.patch.object(forward, "launch", wraps=forward.launch) as launched:
+            kda(BASE.build())
+        assert launched.call_count == 2, count
+
+
+def test_a_known_form_keeps_no_tensor(kernels: tuple[Jitted, Jitted]) -> None:
+    call = BASE.build()
+    followed = [weakref.ref(x) for x in (*call.values(), *gate_parameters(call["gate"])) if isinstance(x, Tensor)]
+    for _ in range(2):
+        followed += [weakref.ref(x) for x in flash_kda.kda(**call, backend="triton") if x is not None]
+    del call
+    for f in kernels:
+        assert f.direct
+        f.by_triton.clear()
+    assert len(followed) == 12
+    assert not any(x() is not None for x in followed)
+
+
+def test_another_current_device(kernels: tuple[Jitted, Jitted], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A known form is launched on its tensors' device, which is made the current one where it is not."""
+    call = BASE.build()
+    kda(call)
+    kda(call)
+    made = mock.MagicMock()
+    monkeypatch.setattr(torch.cuda, "device", made)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    kda(call)
+    made.assert_called_once_with(call["q"].device)
+    assert made.return_value.__enter__.call_count == made.return_value.__exit__.call_count == 1
+    assert [len(f.direct) for f in kernels] == [2, 2]
 
 
 def shifted(x: Tensor) -> Tensor:

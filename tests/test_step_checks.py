@@ -136,7 +136,7 @@ def test_explain_knows_the_step() -> None:
 
 
 @pytest.fixture
-def remembering(monkeypatch: pytest.MonkeyPatch, no_known_forms: None) -> Remembering:
+def remembering(monkeypatch: pytest.MonkeyPatch) -> Remembering:
     return Remembering.in_place(monkeypatch, "run_step")
 
 
@@ -155,8 +155,8 @@ def test_a_second_call_of_a_form_is_direct(remembering: Remembering) -> None:
     assert len(tensors) == len(mine) == 18
     assert all(x is y for x, y in zip(tensors, mine, strict=True))
     assert (A_log, dt_bias) == (second["gate"].A_log, second["gate"].dt_bias)
-    (planned,) = remembering.planned
-    assert planned.tensors[0] is first["q"]
+    (call,) = remembering.checked
+    assert call.tensors[0] is first["q"]
 
 
 def other_forms() -> list[Any]:
@@ -204,7 +204,7 @@ def other_forms() -> list[Any]:
 def test_another_form_is_checked_anew(call: Call, remembering: Remembering) -> None:
     flash_kda.kda_decode_step(**BASE.build(), backend="cpu")
     flash_kda.kda_decode_step(**call, backend="cpu")
-    assert len(remembering.planned) == 2
+    assert len(remembering.checked) == 2
     assert not remembering.direct
 
 
@@ -235,4 +235,4 @@ def test_an_equal_option_of_another_type_is_checked_anew(name: str, wrong: Any, 
         flash_kda.kda_decode_step(**call, backend="cpu")
     with pytest.raises(TypeError, match=f"^{name}: "):
         flash_kda.kda_decode_step(**call | {name: wrong}, backend="cpu")
-    assert len(remembering.planned) == len(remembering.direct) == 1
+    assert len(remembering.checked) == len(remembering.direct) == 1

@@ -66,9 +66,9 @@ class BackwardBuild(Build):
 BUDGETS = {
     ("walks", True): {64: 64, 128: 192, 256: 320},
     ("walks", False): {16: 32, 128: 384, 256: 640},
-    ("chunk_gradient", True): {64: 32, 128: 512, 256: 192},
+    ("chunk_gradient", True): {16: 16, 64: 32, 128: 576, 256: 192},
     ("chunk_gradient", False): {16: 160, 64: 256, 128: 320, 256: 320},
-    ("hard_chunk_gradient", True): {64: 64, 128: 320, 256: 256},
+    ("hard_chunk_gradient", True): {16: 16, 64: 64, 128: 320, 256: 256},
     ("hard_chunk_gradient", False): {16: 64, 64: 320, 128: 320, 256: 320},
     ("head_gradient", True): {},
     ("head_gradient", False): {128: 32},
@@ -100,13 +100,19 @@ def described(problem: Problem, config: Config) -> tuple[Dtypes, list[Launch]]:
 
     inputs = compiling.meta_inputs(problem)
     dS = torch.empty(inputs.state_shape, dtype=inputs.state_dtype, device="meta")
-    planner = mock.Mock()
+    planner = mock.Mock(return_value=(mock.Mock(), mock.Mock()))
     with mock.patch.object(backward, "device_facts", return_value=H200):
         backward.compute(inputs, torch.empty_like(inputs.v), dS, planner)
-    (call, of_dS), (tensors,) = planner.call_args.args, planner.return_value.call_args.args
-    scratch, launches = backward.describe_backward(call, config, of_dS)
-    dtypes = compiling.dtypes_of(backward.TENSORS, tensors, inputs.q.dtype)
-    return dtypes | {name: dtype for name, (_, dtype) in scratch.items()}, launches
+    (call, of_dS), halves = planner.call_args.args, planner.return_value
+    dtypes: Dtypes = {}
+    found: list[Launch] = []
+    described = backward.describe_backward(call, config, of_dS)
+    for names, half, (scratch, launches) in zip((backward.WALKS, backward.CHUNKS), halves, described, strict=True):
+        (tensors,) = half.call_args.args
+        dtypes |= compiling.dtypes_of(names, tensors, inputs.q.dtype)
+        dtypes |= {name: dtype for name, (_, dtype) in scratch.items()}
+        found += launches
+    return dtypes, found
 
 
 @every(builds())

@@ -208,7 +208,7 @@ def test_batch_strides_of_one_row_do_not_matter() -> None:
 
 
 @pytest.fixture
-def jitted(monkeypatch: pytest.MonkeyPatch, no_known_forms: None) -> Jitted:
+def jitted(monkeypatch: pytest.MonkeyPatch) -> Jitted:
     """In place of the kernel."""
     launch_on_the_cpu(monkeypatch)
     from flash_kda.backends.triton import decode_launch

@@ -173,7 +173,7 @@ def test_every_parameter_has_what_it_needs(build: PrefillBuild) -> None:
 
 
 @pytest.fixture
-def jitted(monkeypatch: pytest.MonkeyPatch, no_known_forms: None) -> Jitted:
+def jitted(monkeypatch: pytest.MonkeyPatch) -> Jitted:
     """In place of the kernel with a pool, and of the preparation."""
     launch_on_the_cpu(monkeypatch)
     from flash_kda.backends.triton import forward, prefill_launch

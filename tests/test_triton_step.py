@@ -197,7 +197,7 @@ def test_every_parameter_has_what_it_needs(build: StepBuild) -> None:
 
 
 @pytest.fixture
-def jitted(monkeypatch: pytest.MonkeyPatch, no_known_forms: None) -> Jitted:
+def jitted(monkeypatch: pytest.MonkeyPatch) -> Jitted:
     """In place of the kernel."""
     launch_on_the_cpu(monkeypatch)
     from flash_kda.backends.triton import step_launch

@@ -21,6 +21,10 @@ def run(inputs: Inputs, out: Tensor | None = None, final_state: Tensor | None = 
     return deliver(*kda_recurrent(inputs, torch.float64), out, final_state)
 
 
+def runner(inputs: Inputs) -> None:
+    """Nothing is kept for later calls."""
+
+
 def gradients(inputs: Inputs, do: Tensor, dS: Tensor | None) -> tuple[Tensor | None, ...]:
     """Off the tape; see ``dispatch.Backend``."""
     return gradients_by_tape(run, inputs, do, dS)

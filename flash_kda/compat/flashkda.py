@@ -5,17 +5,18 @@ FLA and SGLang look for a module ``flash_kda`` and call ``fwd``; both find this 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from numbers import Integral
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from flash_kda import dispatch
+from flash_kda import dispatch, forms
 from flash_kda.checks import STATE_DTYPES, check
 from flash_kda.compat.engines import naming
 from flash_kda.prefill import kda_prefill
-from flash_kda.types import Checkpoints, Inputs, LowerBoundGate
+from flash_kda.types import Checkpoints, ForwardTensors, Inputs, LowerBoundGate, Maybe, Runner
 
 
 @naming(
@@ -77,9 +78,28 @@ def fwd(
         NotImplementedError: no backend can run the call; the message gives each one's reason.
         Nothing has been written when one of these is raised.
     """
+    gate = LowerBoundGate(A_log, dt_bias, lower_bound)
+    tensors = (q, k, v, g, beta, initial_state, cu_seqlens, out, final_state)
+
+    def checked() -> Inputs:
+        return _check(tensors, gate, scale, workspace)
+
+    with torch.no_grad():
+        if checkpoint_state is None and checkpoint_offsets is None and checkpoint_indptr is None:
+            given = (*tensors, workspace)
+            forms.run(("fwd",), given, gate, (scale,), "auto", checked, lambda module, x: _launch(module, x, tensors))
+            return
+        inputs = checked()
+        kept = _checkpoints(inputs.num_sequences, checkpoint_state, checkpoint_offsets, checkpoint_indptr)
+        _run(inputs, kept, out, final_state)
+
+
+def _check(tensors: ForwardTensors, gate: LowerBoundGate, scale: float | None, workspace: object) -> Inputs:
+    """The checked call; its initial state is at least as wide as the final one."""
+    q, k, v, g, beta, initial_state, cu_seqlens, out, final_state = tensors
     inputs = check(
         *(q, k, v, g, beta),
-        gate=LowerBoundGate(A_log, dt_bias, lower_bound),
+        gate=gate,
         scale=scale,
         initial_state=initial_state,
         output_final_state=final_state is not None,
@@ -94,15 +114,32 @@ def fwd(
         inputs = _check_final_state(inputs, final_state)
     if workspace is not None:
         _check_workspace(inputs, workspace)
-    kept = _checkpoints(inputs.num_sequences, checkpoint_state, checkpoint_offsets, checkpoint_indptr)
-    with torch.no_grad():
-        _run(inputs, kept, out, final_state)
+    return inputs
 
 
-def _checkpoints(N: int, states: object, offsets: object, indptr: Tensor | None) -> Checkpoints | None:
-    """The three arguments as one value, and offsets and states in one row; None if all are None."""
-    if states is None and offsets is None and indptr is None:
-        return None
+def _launch(
+    module: dispatch.Backend, inputs: Inputs, tensors: ForwardTensors
+) -> tuple[tuple[Tensor, Maybe], Runner | None]:
+    """Run a checked call; and all calls of its form, whose tensors must not share memory either."""
+    *_, initial_state, _, out, final_state = tensors
+    result = module.run(inputs, out, final_state)
+    # What is widened is a copy of this call's.
+    runner = module.runner(inputs) if inputs.initial_state is initial_state else None
+    if runner is None:
+        return result, None
+
+    def run(given: Any, A_log: Maybe, dt_bias: Maybe) -> tuple[Tensor, Maybe]:
+        *rows, S0, cu, out, S, _ = given
+        _check_own_memory(out, rows)
+        if S0 is not None and S is not None:
+            _check_same_memory(S0, S)
+        return runner((*rows, S0, cu, out, S), A_log, dt_bias)
+
+    return result, run
+
+
+def _checkpoints(N: int, states: object, offsets: object, indptr: Tensor | None) -> Checkpoints:
+    """The three arguments as one value, and offsets and states in one row."""
     for name, x in (("checkpoint_state", states), ("checkpoint_offsets", offsets)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor beside the other checkpoint_...")
@@ -126,15 +163,11 @@ def _checkpoints(N: int, states: object, offsets: object, indptr: Tensor | None)
     return Checkpoints(offsets, ends if each == 1 else ends * each, states)
 
 
-def _run(inputs: Inputs, kept: Checkpoints | None, out: Tensor, final_state: Tensor | None) -> None:
-    """Run a checked call.
+def _run(inputs: Inputs, kept: Checkpoints, out: Tensor, final_state: Tensor | None) -> None:
+    """Run a checked call that keeps states inside of sequences.
 
-    One that keeps states inside of sequences copies none where the final state replaces the initial one or is not
-    wanted.
+    None is copied where the final state replaces the initial one or is not wanted.
     """
-    if kept is None:
-        dispatch.run(inputs, "auto", out, final_state)
-        return
     S0 = inputs.initial_state
     is_own = False
     if S0 is None:
@@ -197,9 +230,13 @@ def _check_out(inputs: Inputs, out: object) -> None:
     out = _check_written("out", out, tuple(inputs.v.shape), "[B, T, HV, V]", inputs)
     if out.dtype != inputs.v.dtype:
         raise TypeError(f"out: got {out.dtype}, expected {inputs.v.dtype}, the dtype of v")
+    _check_own_memory(out, inputs[:5])
+
+
+def _check_own_memory(out: Tensor, rows: Sequence[Tensor]) -> None:
     address = out.data_ptr()
-    for name in ("q", "k", "v", "g", "beta"):
-        if address == getattr(inputs, name).data_ptr() and out.numel():
+    for name, x in zip(("q", "k", "v", "g", "beta"), rows, strict=True):
+        if address == x.data_ptr() and out.numel():
             raise ValueError(f"out: got the memory of {name}, expected memory of its own")
 
 
@@ -212,14 +249,19 @@ def _check_final_state(inputs: Inputs, final_state: object) -> Inputs:
     S0 = inputs.initial_state
     if S0 is None or S0 is S:
         return inputs
+    _check_same_memory(S0, S)
+    if S.dtype == S0.dtype:
+        return inputs
+    return inputs.replace(initial_state=S0.to(torch.promote_types(S0.dtype, S.dtype)))
+
+
+def _check_same_memory(S0: Tensor, S: Tensor) -> None:
+    """Check a final state that lies where the initial one does."""
     if S.data_ptr() == S0.data_ptr() and (S.dtype, S.stride()) != (S0.dtype, S0.stride()) and S.numel():
         raise ValueError(
             f"final_state: got the memory of initial_state as {S.dtype} with strides {S.stride()}, expected "
             f"{S0.dtype} with {S0.stride()}, or memory of its own"
         )
-    if S.dtype == S0.dtype:
-        return inputs
-    return inputs.replace(initial_state=S0.to(torch.promote_types(S0.dtype, S.dtype)))
 
 
 def _check_workspace(inputs: Inputs, workspace: object) -> None:

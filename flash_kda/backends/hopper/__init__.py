@@ -15,7 +15,7 @@ from flash_kda.backends.reference import deliver
 from flash_kda.backends.triton import gradients as gradients  # part of this backend's interface
 from flash_kda.backends.triton import supports as triton_supports
 from flash_kda.backends.triton.config import CHUNK
-from flash_kda.types import DecodeInputs, Inputs, PrefillInputs, Problem, StepInputs
+from flash_kda.types import DecodeInputs, Inputs, PrefillInputs, Problem, Runner, StepInputs
 
 CAPABILITY = (9, 0)
 # Gluon is young: these are the versions that the kernels have run with.
@@ -62,6 +62,13 @@ def run(inputs: Inputs, out: Tensor | None = None, final_state: Tensor | None = 
 
         return deliver(*run_with_grad(inputs, "hopper", _forward()), out, final_state)
     return _forward()(inputs, out, final_state)
+
+
+def runner(inputs: Inputs) -> Runner | None:
+    """:func:`run` with all but a call's tensors worked out; where these start still chooses the kernels."""
+    from flash_kda.backends.hopper.forward import runner
+
+    return runner(inputs)
 
 
 @cache

@@ -18,7 +18,7 @@ from flash_kda.backends.triton.forward import TENSORS, Written
 from flash_kda.backends.triton.launch import Launch, Matrix, Plan, Scratch
 from flash_kda.backends.triton.prepare import prepare
 from flash_kda.backends.triton.segments import scan_segments
-from flash_kda.types import Inputs, Layout, Signature
+from flash_kda.types import Inputs, Layout, Runner, Signature
 
 # Value columns of a program of the scan over segments.
 SCAN_BV = 16
@@ -99,10 +99,15 @@ def plan(call: Signature, out: Written, final: Written | None) -> Plan:
     """The plan of all calls with this signature and such results."""
     device = triton_forward.device_facts(call.device.index)
     portable = triton_config.configure(call.problem, device)
-    return Plan(call.device, TENSORS, *describe(call, configure(call.problem, device), portable, out, final))
+    described = describe(call, configure(call.problem, device), portable, out, final)
+    return Plan(call.device, TENSORS, *described, otherwise=lambda: triton_forward.plan(call, out, final))
 
 
 def forward(inputs: Inputs, out: Tensor | None, final: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Output ``[B, T, HV, V]`` in v's dtype and final state (None unless asked for), into the tensors given."""
-    aligned = all(x.data_ptr() % 16 == 0 for x in (inputs.q, inputs.k, inputs.v, inputs.g))
-    return triton_forward.forward(inputs, out, final, plan if aligned else triton_forward.plan)
+    return triton_forward.forward(inputs, out, final, plan)
+
+
+def runner(inputs: Inputs) -> Runner | None:
+    """Calls of this call's form as a function of their tensors; None where a call is no single plan."""
+    return triton_forward.runner(inputs, plan)

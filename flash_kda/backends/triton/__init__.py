@@ -10,7 +10,17 @@ from torch import Tensor
 
 from flash_kda.backends.reference import deliver
 from flash_kda.backends.stepwise import no_gradient
-from flash_kda.types import DecodeInputs, Decoder, Inputs, Prefiller, PrefillInputs, Problem, StepInputs, Stepper
+from flash_kda.types import (
+    DecodeInputs,
+    Decoder,
+    Inputs,
+    Prefiller,
+    PrefillInputs,
+    Problem,
+    Runner,
+    StepInputs,
+    Stepper,
+)
 
 MAX_HEAD = 256
 MIN_CAPABILITY = (8, 0)
@@ -41,6 +51,13 @@ def run(inputs: Inputs, out: Tensor | None = None, final_state: Tensor | None = 
     if inputs.problem.grad:
         return deliver(*_with_grad()(inputs), out, final_state)
     return _forward()(inputs, out, final_state)
+
+
+def runner(inputs: Inputs) -> Runner | None:
+    """:func:`run` with all but a call's tensors worked out, where a call is one plan of launches."""
+    from flash_kda.backends.triton.forward import runner
+
+    return runner(inputs)
 
 
 @cache

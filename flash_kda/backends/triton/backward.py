@@ -23,12 +23,11 @@ from flash_kda.backends.triton.prepare import prepare
 from flash_kda.backends.triton.walks import walks
 from flash_kda.types import Inputs, LogGate, Problem, Signature, gate_parameters
 
-# What is passed to the kernels, by the names of their parameters without ``p_``. The preparation clears the rows of o
-# past the last sequence: these are dv's.
-TENSORS = (
-    *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu", "S0", "do", "dS"),
-    *("dq", "dk", "dv", "dg", "dbeta", "dS0", "dA_part", "dbias_part", "o", "dR"),
-)
+# What is passed to the kernels, by the names of their parameters without ``p_``: to all, to the preparation and the
+# walks, and to the chunks and heads after them. The preparation clears the rows of o past the last sequence: dv's.
+_SHARED = ("q", "k", "g", "beta", "A_log", "dt_bias", "cu", "do", "dR", "states", "dstates", "U", "hard")
+WALKS = (*_SHARED, "v", "S0", "dS", "o", "dv", "dS0")
+CHUNKS = (*_SHARED, "dq", "dk", "dg", "dbeta", "dA_part", "dbias_part")
 # What stands for a smaller beta: far below what any gradient notices, and its square is a normal number.
 LEAST_BETA = 2.0**-30
 # Tokens that a program of the sums over value heads takes.
@@ -66,48 +65,39 @@ def configure_gradient(problem: Problem, config: Config) -> GradientConfig:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class Gradients:
-    """Gradients as the kernels write them.
+# What the kernels of one half need: scratch memory of their own, and the launches in their order.
+Half: TypeAlias = tuple[Scratch, list[Launch]]
 
-    Attributes:
-        dq, dk, dv, dg, dbeta: like their tensors, contiguous. dS0: like the initial state, if there is one.
-        dA_part, dbias_part: ``[slots, HV, BK]`` float32 parts by chunk, if the gate has A_log and dt_bias.
-        dR: dv in the tiles' dtype, dv itself where that is its own.
+
+def _tile(config: Config) -> torch.dtype:
+    return torch.bfloat16 if config.split else torch.float32
+
+
+def kept(p: Problem, config: Config) -> Scratch:
+    """What the walks leave for the chunks; ``hard`` is the preparation's."""
+    chunks, tile = slots(p, config.C) * (p.HV or p.H), _tile(config)
+    return {
+        "states": (chunks * p.V * config.BK, tile),
+        "dstates": (chunks * p.V * config.BK, tile),
+        "U": (chunks * config.C * p.V, tile),
+        "hard": (0 if p.gate == "lower_bound" else chunks, torch.int8),
+    }
+
+
+def describe_backward(call: Signature, config: Config, of_dS: Written | None) -> tuple[Half, Half]:
+    """Up to the walks, and from the chunks on. T and N are at least 1. See ``forward.describe``.
+
+    In two halves, so that the tiles' memory is free again before dq, dk and dg take theirs.
     """
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dg: Tensor
-    dbeta: Tensor
-    dS0: Tensor | None
-    dA_part: Tensor | None
-    dbias_part: Tensor | None
-    dR: Tensor
-
-
-def describe_backward(call: Signature, config: Config, of_dS: Written | None) -> tuple[Scratch, list[Launch]]:
-    """Scratch memory, and launches in their order. T and N are at least 1. See ``forward.describe``."""
     p, own = call.problem, configure_gradient(call.problem, config)
     HV, N, C, BK = p.HV or p.H, p.N or p.B, config.C, config.BK
     chunks = slots(p, C) * HV
-    tile = torch.bfloat16 if config.split else torch.float32
     # Gradients are contiguous, dv as o is; dS0 has the strides of dS, which is None where that would be zero.
     out = (p.dtype, (p.T * HV * p.V, HV * p.V, p.V, 1))
     shape = (HV * p.K * p.V, p.K * p.V, *((p.K, 1) if call.state_layout == "vk" else (p.V, 1)))
     of_state = (p.state_dtype, shape)
     scratch, launches = describe(call, config, out, of_state)
     whole_rows = own.BC == BK and HV == p.H
-    parts = 0 if whole_rows else p.B * p.T * HV * p.K
-    scratch = {
-        **scratch,
-        "states": (chunks * p.V * BK, tile),
-        "dstates": (chunks * p.V * BK, tile),
-        "U": (chunks * C * p.V, tile),
-        "dq_part": (parts, torch.float32),
-        "dk_part": (parts, torch.float32),
-    }
     given = values(call, config, out, of_state) | {
         "LEAST_BETA": LEAST_BETA,
         "HAS_DS": of_dS is not None,
@@ -119,56 +109,32 @@ def describe_backward(call: Signature, config: Config, of_dS: Written | None) ->
         "H": p.H,
         "ROWS": ROWS,
         "WHOLE_ROWS": whole_rows,
-        "STORE_DR": p.dtype != tile,
+        "STORE_DR": p.dtype != _tile(config),
     }
-    programs = N * HV * math.ceil(p.V / config.BV)
     prepared = [replace(x, values={**x.values, "LEAST_BETA": LEAST_BETA}) for x in launches if x.kernel is prepare]
-    found = [*prepared, Launch(walks, 2 * programs, given, {"num_warps": own.walk_warps})]
+    programs = 2 * N * HV * math.ceil(p.V / config.BV)
+    first = [*prepared, Launch(walks, programs, given, {"num_warps": own.walk_warps})]
+    second = []
     for x in prepared:
-        values_ = given | {"CHUNKS": x.values["CHUNKS"]}
-        found.append(Launch(chunk_gradient, chunks * (BK // own.BC), values_, {"num_warps": own.warps}))
+        chosen = given | {"CHUNKS": x.values["CHUNKS"]}
+        second.append(Launch(chunk_gradient, chunks * (BK // own.BC), chosen, {"num_warps": own.warps}))
     if not whole_rows:
-        found.append(Launch(head_gradient, math.ceil(p.B * p.T / ROWS) * p.H, given, {"num_warps": 4}))
-    return scratch, found
+        second.append(Launch(head_gradient, math.ceil(p.B * p.T / ROWS) * p.H, given, {"num_warps": 4}))
+    parts = 0 if whole_rows else p.B * p.T * HV * p.K
+    tiles = {name: piece for name, piece in scratch.items() if name != "hard"}
+    return (tiles, first), ({"dq_part": (parts, torch.float32), "dk_part": (parts, torch.float32)}, second)
 
 
 @lru_cache(maxsize=1024)
-def plan(call: Signature, of_dS: Written | None) -> Plan:
-    """The plan of all calls with this signature."""
+def plan(call: Signature, of_dS: Written | None) -> tuple[Plan, Plan]:
+    """The plans of both halves of all calls with this signature."""
     config = configure(call.problem, device_facts(call.device.index))
-    return Plan(call.device, TENSORS, *describe_backward(call, config, of_dS))
+    first, second = describe_backward(call, config, of_dS)
+    return Plan(call.device, WALKS, *first), Plan(call.device, CHUNKS, *second)
 
 
-# A signature, and what the gradient of the final state is, to the plan of such calls.
-Planner: TypeAlias = Callable[[Signature, Written | None], Plan]
-
-
-def allocate(inputs: Inputs, config: Config) -> Gradients:
-    """Memory for the gradients of one round; rows past the last sequence are zero where no kernel writes them."""
-    x = inputs
-    new = torch.empty if x.cu_seqlens is None else torch.zeros
-    parts = (slots(x.signature.problem, config.C), x.v.shape[2], config.BK)
-    A_log, dt_bias = gate_parameters(x.gate)
-
-    def empty(like: Tensor) -> Tensor:
-        return torch.empty(like.shape, dtype=like.dtype, device=like.device)
-
-    def part(parameter: Tensor | None) -> Tensor | None:
-        return None if parameter is None else torch.empty(parts, dtype=torch.float32, device=x.q.device)
-
-    dv = empty(x.v)
-    tile = torch.bfloat16 if config.split else torch.float32
-    return Gradients(
-        dq=new(x.q.shape, dtype=x.q.dtype, device=x.q.device),
-        dk=new(x.k.shape, dtype=x.k.dtype, device=x.k.device),
-        dv=dv,
-        dg=new(x.g.shape, dtype=x.g.dtype, device=x.g.device),
-        dbeta=new(x.beta.shape, dtype=x.beta.dtype, device=x.beta.device),
-        dS0=None if x.initial_state is None else empty(x.initial_state),
-        dA_part=part(A_log),
-        dbias_part=part(dt_bias),
-        dR=dv if tile == x.v.dtype else torch.empty(x.v.shape, dtype=tile, device=x.v.device),
-    )
+# A signature, and what the gradient of the final state is, to the plans of such calls.
+Planner: TypeAlias = Callable[[Signature, Written | None], tuple[Plan, Plan]]
 
 
 # Of q, k, v, g, beta, A_log, dt_bias (both still float32) and the initial state.
@@ -177,26 +143,32 @@ Found: TypeAlias = tuple[Tensor | None, ...]
 
 def compute(inputs: Inputs, do: Tensor, dS: Tensor | None, planner: Planner = plan) -> Found:
     """:func:`backward` on the current device in one round of launches, where T and N are at least 1."""
-    p = inputs.signature.problem
-    A_log, dt_bias = gate_parameters(inputs.gate)
-    cu = inputs.cu_seqlens
-    do = do.contiguous()
+    x, p, device = inputs, inputs.signature.problem, inputs.signature.device
+    config = configure(p, device_facts(device.index))
+    A_log, dt_bias = (None if y is None else y.float().contiguous() for y in gate_parameters(x.gate))
     dS = None if dS is None else dS.contiguous()
-    found = allocate(inputs, configure(p, device_facts(inputs.signature.device.index)))
-    tensors = (
-        *(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta),
-        None if A_log is None else A_log.float().contiguous(),
-        None if dt_bias is None else dt_bias.float().contiguous(),
-        None if cu is None else cu.contiguous(),
-        *(inputs.initial_state, do, dS),
-        *(found.dq, found.dk, found.dv, found.dg, found.dbeta, found.dS0, found.dA_part, found.dbias_part, found.dv),
-        found.dR,
-    )
-    planner(inputs.signature, None if dS is None else (dS.dtype, dS.stride()))(tensors)
+    walk_all, finish = planner(x.signature, None if dS is None else (dS.dtype, dS.stride()))
+
+    dv = torch.empty(x.v.shape, dtype=p.dtype, device=device)
+    dR = dv if p.dtype == _tile(config) else torch.empty(x.v.shape, dtype=_tile(config), device=device)
+    dS0 = None if x.initial_state is None else torch.empty(x.state_shape, dtype=p.state_dtype, device=device)
+    pieces = kept(p, config).values()
+    left = [torch.empty(n, dtype=dtype, device=device) if n else None for n, dtype in pieces]
+    cu = None if x.cu_seqlens is None else x.cu_seqlens.contiguous()
+    shared = (x.q, x.k, x.g, x.beta, A_log, dt_bias, cu, do.contiguous(), dR, *left)
+    walk_all((*shared, x.v, x.initial_state, dS, dv, dv, dS0))
+
+    # No kernel writes the rows past the last sequence.
+    new = torch.empty if cu is None else torch.zeros
+    by_row = [new(y.shape, dtype=y.dtype, device=device) for y in (x.q, x.k, x.g, x.beta)]
+    shape = (slots(p, config.C), x.v.shape[2], config.BK)
+    parts = [None if y is None else torch.empty(shape, dtype=torch.float32, device=device) for y in (A_log, dt_bias)]
+    finish((*shared, *by_row, *parts))
     # The second stage of the sums over tokens; the first is each chunk's own.
-    dA_log = None if found.dA_part is None else found.dA_part.sum((0, 2))
-    dbias = None if found.dbias_part is None else found.dbias_part.sum(0)[:, : p.K]
-    return found.dq, found.dk, found.dv, found.dg, found.dbeta, dA_log, dbias, found.dS0
+    dA_log = None if parts[0] is None else parts[0].sum((0, 2))
+    dbias = None if parts[1] is None else parts[1].sum(0)[:, : p.K]
+    dq, dk, dg, dbeta = by_row
+    return dq, dk, dv, dg, dbeta, dA_log, dbias, dS0
 
 
 def _rows_of_batch(inputs: Inputs, rows: slice) -> Inputs:

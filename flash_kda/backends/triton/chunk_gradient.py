@@ -1,8 +1,10 @@
 """Gradients of every (chunk, value head, block of channels) in parallel, then of the normalisation of q and k.
 
-Notation of docs/derivation.md, section 5. Tokens are in the order of time here, and tiles of q, k and g are transposed,
-``[BC, C]``: a product then has as many rows as Hopper's matrix unit takes at least. ``g2`` and sums of it are in log2
+Notation of docs/derivation.md, section 5. Tokens are in the order of time here. ``g2`` and sums of it are in log2
 units; gradients are those of natural logarithms.
+
+Products have the 32 tokens of a chunk as their rows on purpose: with channels as rows Triton 3.6 takes Hopper's
+asynchronous products, and makes wrong ones of some (see CONTRIBUTING.md).
 """
 
 from __future__ import annotations
@@ -40,14 +42,14 @@ def _locate(p_cu, slot, T, N, C: tl.constexpr, PACKED: tl.constexpr, SEARCH: tl.
 
 
 @triton.jit
-def _row_counts_token(bit, C: tl.constexpr, TOKENS_FIRST: tl.constexpr):
-    """``[C, C]``, 1 where the decay of one token, the row if TOKENS_FIRST, is part of the factor of the other.
+def _row_counts_token(bit, C: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """``[C, C]``, 1 where the decay of the column's token is part of the row's factor; the transpose if TRANSPOSED.
 
     The factors are those of the join of blocks of 2^bit tokens: a late row decays from the boundary to itself, an early
     row from itself to the boundary.
     """
     o = tl.arange(0, C)
-    if TOKENS_FIRST:
+    if TRANSPOSED:
         token, row = o[:, None], o[None, :]
     else:
         token, row = o[None, :], o[:, None]
@@ -58,7 +60,7 @@ def _row_counts_token(bit, C: tl.constexpr, TOKENS_FIRST: tl.constexpr):
 
 @triton.jit
 def _sum_over_time(x, counts):
-    """``x @ counts`` of float32 ``[BC, C]`` and ``[C, C]`` that holds -1, 0 and 1, to 2^-21 of each term."""
+    """``counts @ x`` of ``[C, C]`` that holds -1, 0 and 1 and float32 ``[C, BC]``, to 2^-21 of each term."""
     high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
     return tl.dot(counts, high, tl.dot(counts, x - high, input_precision="tf32"), input_precision="tf32")
 
@@ -68,7 +70,7 @@ def _join_gradient(
     q, k, g2, dM, dP, dq, dk, dg,
     bit, C: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the pairs across the boundaries of one join give to the gradients of q, k and g ``[BC, C]``.
+    """Add what the pairs across the boundaries of one join give to the gradients of q, k and g ``[C, BC]``.
 
     Every factor is at most 1, and its log gradient is gradient x value: nothing is divided, and a decay of zero is no
     special case.
@@ -90,7 +92,7 @@ def _join_gradient(
 
 @triton.jit
 def _joined_gradient(q, k, g2, dM, dP, C: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr):
-    """What the pairs of different tokens give to q, k and g ``[BC, C]``, for any gate: by the joins of ``prepare``."""
+    """What the pairs of different tokens give to q, k and g ``[C, BC]``, for any gate: by the joins of ``prepare``."""
     dq = tl.zeros_like(q)
     dk = tl.zeros_like(q)
     dg = tl.zeros_like(q)
@@ -111,14 +113,15 @@ def _to_unit(x):
 @triton.jit
 def _anchored_gradient(q, k, g2, dM, dP, C: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr):
     """As _joined_gradient where neither half of the chunk decays by 2^-120: one anchor in the middle serves every pair.
+    The third result is still to be summed over each token and those after it.
 
     A pair gives to the log decay of its row what it takes from that of its column. Both are made from the same rounded
     operands, so that in sums over time they cancel but for float32's rounding.
     """
     o = tl.arange(0, C)
-    first, second = o[:, None], o[None, :]
-    late = tl.where((second <= first) & (second >= C // 2), 1.0, 0.0)
-    early = tl.where((second > first) & (second < C // 2), 1.0, 0.0)
+    row, column = o[:, None], o[None, :]
+    late = tl.where((column <= row) & (column >= C // 2), 1.0, 0.0)
+    early = tl.where((column > row) & (column < C // 2), 1.0, 0.0)
     # Rows get 2^8 of what columns have too much: gradients of rows, which columns multiply, need the room.
     from_mid = _sum_over_time(g2, late - early) + 8.0
     e_row = exp2(from_mid)
@@ -126,8 +129,8 @@ def _anchored_gradient(q, k, g2, dM, dP, C: tl.constexpr, TILE: tl.constexpr, PR
     q_row = (q * e_row).to(TILE)
     k_row = (k * e_row).to(TILE)
     k_column = (k * e_column).to(TILE)
-    M, M_unit = _to_unit(tl.where(first > second, dM, 0.0))
-    P, P_unit = _to_unit(tl.where(first > second, dP, 0.0))
+    M, M_unit = _to_unit(tl.where(row > column, dM, 0.0))
+    P, P_unit = _to_unit(tl.where(row > column, dP, 0.0))
     M = M.to(TILE)
     P = P.to(TILE)
     dq_row = tl.dot(M, k_column, input_precision=PRECISION)
@@ -145,6 +148,7 @@ def _anchored_gradient(q, k, g2, dM, dP, C: tl.constexpr, TILE: tl.constexpr, PR
 
 @triton.jit
 def _load_rows(p_q, p_k, p_g, q_factor, k_factor, a, bias, lower_bound, m, m_t, GATE: tl.constexpr):
+    """q and k times a factor per token, log2 decays and raw gates ``[C, BC]``."""
     b_k = tl.load(p_k, mask=m, other=0.0).to(tl.float32) * k_factor[:, None]
     b_q = tl.load(p_q, mask=m, other=0.0).to(tl.float32) * q_factor[:, None]
     raw = tl.load(p_g, mask=m, other=0.0).to(tl.float32)
@@ -153,7 +157,7 @@ def _load_rows(p_q, p_k, p_g, q_factor, k_factor, a, bias, lower_bound, m, m_t, 
 
 @triton.jit
 def _through_norm(y, dy, r):
-    """Gradient of x from that of ``y = x r``, ``r = rsqrt(sum(x^2) + 1e-6)`` over the first dimension."""
+    """Gradient of x from that of ``y = x r``, ``r = rsqrt(sum(x^2) + 1e-6)`` per row."""
     return r[:, None] * (dy - y * tl.sum(y * dy, 1)[:, None])
 
 
@@ -296,8 +300,9 @@ def chunk_gradient(
     else:
         dq, dk, dG = _anchored_gradient(b_q, b_k, g2, dM, -minus_dP, C, TILE, PRECISION)
 
+    # What the chunk has of the state before it and of the gradient of that after it. Registers are short: the barriers
+    # keep the compiler from loading this ahead, and from holding on to q, k and g meanwhile.
     tl.debug_barrier()
-    # What the chunk has of the state before it and of the gradient of that after it.
     dQ_plus = tl.zeros((C, BC), tl.float32)
     minus_dK_plus = tl.zeros((C, BC), tl.float32)
     dK_end = tl.zeros((C, BC), tl.float32)
@@ -357,9 +362,8 @@ def chunk_gradient(
 def _normalisation_gradient(x, dy, QK_L2NORM: tl.constexpr):
     """Gradient of x from that of ``y = x rsqrt(sum(x^2) + 1e-6)``, both ``[ROWS, BK]``; dy itself without the norm."""
     if QK_L2NORM:
-        r = tl.rsqrt(tl.sum(x * x, 1) + L2NORM_EPS)[:, None]
-        y = x * r
-        return r * (dy - y * tl.sum(y * dy, 1)[:, None])
+        r = tl.rsqrt(tl.sum(x * x, 1) + L2NORM_EPS)
+        return _through_norm(x * r[:, None], dy, r)
     return dy
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flash_kda.backends.triton import decode as kernels
 from flash_kda.backends.triton.config import DecodeConfig, StepConfig, configure_decode
-from flash_kda.backends.triton.forward import GATES, device_facts, scale_of, strides
+from flash_kda.backends.triton.forward import GATES, dense, device_facts, is_dense, scale_of, strides
 from flash_kda.backends.triton.launch import Launch, Plan
 from flash_kda.types import DecodeInputs, Decoder, Maybe, gate_parameters
 
@@ -78,11 +78,6 @@ def plan(call: DecodeInputs, config: DecodeConfig, out: Tensor) -> Plan:
     return Plan(call.inputs.signature.device, TENSORS, {}, [launch])
 
 
-def _is_read_as_it_lies(x: Tensor | None) -> bool:
-    """Whether the kernel can read a parameter of the gate without a conversion."""
-    return x is None or (x.dtype == torch.float32 and x.is_contiguous())
-
-
 def launcher(call: DecodeInputs, planner: Callable[[Tensor], Plan]) -> Callable[[Any, Maybe, Maybe], Tensor]:
     """All calls of this call's form, as a function of their tensors, of which the last is the output.
 
@@ -93,7 +88,7 @@ def launcher(call: DecodeInputs, planner: Callable[[Tensor], Plan]) -> Callable[
     shape, dtype, device, index = v.shape, v.dtype, v.device, v.device.index
     like = torch.empty(shape, dtype=dtype, device="meta") if call.out is None else call.out
     empty = call.problem.N == 0 or call.problem.T == 0
-    convert = not all(map(_is_read_as_it_lies, gate_parameters(call.inputs.gate)))
+    convert = not all(map(is_dense, gate_parameters(call.inputs.gate)))
     launch = planner(like)
 
     def run(tensors: tuple[Maybe, ...], A_log: Maybe, dt_bias: Maybe) -> Tensor:
@@ -104,7 +99,7 @@ def launcher(call: DecodeInputs, planner: Callable[[Tensor], Plan]) -> Callable[
         if empty:
             return out.zero_()
         if convert:
-            A_log, dt_bias = (None if x is None else x.float().contiguous() for x in (A_log, dt_bias))
+            A_log, dt_bias = dense(A_log), dense(dt_bias)
         if torch.cuda.current_device() == index:
             launch((*tensors, A_log, dt_bias))
         else:

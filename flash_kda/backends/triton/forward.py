@@ -16,7 +16,7 @@ from flash_kda.backends.triton.config import CHUNK, SEARCH, Config, Device, conf
 from flash_kda.backends.triton.launch import Launch, Plan, Scratch
 from flash_kda.backends.triton.prepare import prepare
 from flash_kda.backends.triton.recurrence import recurrence
-from flash_kda.types import Inputs, Problem, Signature, StateLayout, gate_parameters
+from flash_kda.types import ForwardTensors, Inputs, Maybe, Problem, Runner, Signature, StateLayout, gate_parameters
 
 GATES = {"log": common.LOG.value, "lower_bound": common.LOWER_BOUND.value, "softplus": common.SOFTPLUS.value}
 # What is passed to the kernels, by the names of their parameters without ``p_``.
@@ -155,25 +155,41 @@ def plan(call: Signature, out: Written, final: Written | None) -> Plan:
 Planner: TypeAlias = Callable[[Signature, Written, Written | None], Plan]
 
 
+def is_dense(x: Tensor | None) -> bool:
+    """Whether kernels read a parameter of the gate as it lies."""
+    return x is None or (x.dtype == torch.float32 and x.is_contiguous())
+
+
+def dense(x: Tensor | None) -> Tensor | None:
+    """A parameter of the gate as the kernels read it."""
+    return None if x is None else x.float().contiguous()
+
+
+def _plan_for(call: Signature, out: Tensor, final: Tensor | None, planner: Planner | None) -> Plan:
+    of_final = None if final is None else (final.dtype, final.stride())
+    return (planner or plan)(call, (out.dtype, out.stride()), of_final)
+
+
 def launch(inputs: Inputs, out: Tensor, final: Tensor | None, planner: Planner | None = None) -> None:
     """Write the output and, if given, the final state. T and N are at least 1."""
     A_log, dt_bias = gate_parameters(inputs.gate)
     cu = inputs.cu_seqlens
     tensors = (
         *(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta),
-        None if A_log is None else A_log.float().contiguous(),
-        None if dt_bias is None else dt_bias.float().contiguous(),
-        None if cu is None else cu.contiguous(),
+        *(dense(A_log), dense(dt_bias), None if cu is None else cu.contiguous()),
         *(inputs.initial_state, final, out),
     )
-    of_final = None if final is None else (final.dtype, final.stride())
-    (planner or plan)(inputs.signature, (out.dtype, out.stride()), of_final)(tensors)
+    _plan_for(inputs.signature, out, final, planner)(tensors)
 
 
 def _part(inputs: Inputs, at: tuple[slice, slice], initial_state: Tensor | None) -> Inputs:
     """The call for some batch rows and tokens."""
     rows = {name: getattr(inputs, name)[at] for name in ("q", "k", "v", "g", "beta")}
     return inputs.replace(**rows, initial_state=initial_state)
+
+
+def _is_whole(p: Problem) -> bool:
+    return p.packed or p.B * p.T * (p.HV or p.H) <= MOST_ROWS
 
 
 def launch_in_parts(inputs: Inputs, out: Tensor, final: Tensor | None, planner: Planner | None) -> None:
@@ -184,7 +200,7 @@ def launch_in_parts(inputs: Inputs, out: Tensor, final: Tensor | None, planner: 
     """
     p = inputs.signature.problem
     HV, S = p.HV or p.H, inputs.initial_state
-    if p.packed or p.B * p.T * HV <= MOST_ROWS:
+    if _is_whole(p):
         launch(inputs, out, final, planner)
     elif p.B > 1:
         count = max(1, MOST_ROWS // (p.T * HV))
@@ -200,19 +216,31 @@ def launch_in_parts(inputs: Inputs, out: Tensor, final: Tensor | None, planner: 
             S = after
 
 
+def _results(
+    v: Tensor, S0: Tensor | None, state: tuple[tuple[int, ...], torch.dtype] | None, out: Maybe, final: Maybe
+) -> tuple[Tensor, Tensor | None]:
+    """The tensors given for the results, or new ones; ``state`` is shape and dtype of a final state that is wanted."""
+    if out is None:
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    if final is None and state is not None:
+        if S0 is None:
+            final = torch.empty(state[0], dtype=state[1], device=v.device)
+        else:
+            final = torch.empty_like(S0, memory_format=torch.contiguous_format)
+    return out, final
+
+
+def _state_of(inputs: Inputs) -> tuple[tuple[int, ...], torch.dtype] | None:
+    return (inputs.state_shape, inputs.state_dtype) if inputs.output_final_state else None
+
+
 def forward(
     inputs: Inputs, out: Tensor | None, final: Tensor | None, planner: Planner | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Output ``[B, T, HV, V]`` in v's dtype and final state (None unless asked for), into the tensors given."""
     signature, S0 = inputs.signature, inputs.initial_state
     problem, device = signature.problem, signature.device
-    if out is None:
-        out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
-    if final is None and inputs.output_final_state:
-        if S0 is None:
-            final = torch.empty(inputs.state_shape, dtype=problem.state_dtype, device=device)
-        else:
-            final = torch.empty_like(S0, memory_format=torch.contiguous_format)
+    out, final = _results(inputs.v, S0, _state_of(inputs), out, final)
     if problem.N == 0 or problem.T == 0:
         out.zero_()
         if final is not None:
@@ -223,3 +251,32 @@ def forward(
         with torch.cuda.device(device):
             launch_in_parts(inputs, out, final, planner)
     return out, final
+
+
+def runner(inputs: Inputs, planner: Planner | None = None) -> Runner | None:
+    """Calls of this call's form as a function of their tensors; None where a call is no single :func:`launch`."""
+    call, state = inputs.signature, _state_of(inputs)
+    problem, device, index = call.problem, call.device, call.device.index
+    if problem.N == 0 or problem.T == 0 or not _is_whole(problem):
+        return None
+    cu = inputs.cu_seqlens
+    convert = not (all(map(is_dense, gate_parameters(inputs.gate))) and (cu is None or cu.is_contiguous()))
+    found: Plan | None = None
+
+    def run(tensors: ForwardTensors, A_log: Maybe, dt_bias: Maybe) -> tuple[Tensor, Maybe]:
+        nonlocal found
+        q, k, v, g, beta, S0, cu, out, final = tensors
+        out, final = _results(v, S0, state, out, final)
+        if convert:
+            A_log, dt_bias, cu = dense(A_log), dense(dt_bias), None if cu is None else cu.contiguous()
+        if found is None:
+            found = _plan_for(call, out, final, planner)
+        given = (q, k, v, g, beta, A_log, dt_bias, cu, S0, final, out)
+        if torch.cuda.current_device() == index:
+            found(given)
+        else:
+            with torch.cuda.device(device):
+                found(given)
+        return out, final
+
+    return run

@@ -10,8 +10,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
-from operator import itemgetter
+from functools import cache, lru_cache, reduce
+from operator import itemgetter, or_
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -101,18 +101,20 @@ def _descriptor(matrix: Matrix, tensor: Tensor | None) -> Any:
 class _Step(NamedTuple):
     """A launch for any addresses: ``run(programs, 1, 1, stream, *fixed, *matrices, *pick(pointers), *arguments)``.
 
-    ``matrices`` are positions of pointers, and what makes arguments of these.
+    ``matrices`` are ``encode(*sources(pointers))``, and none where there is no ``encode``.
     """
 
     run: Callable[..., object]
     programs: int
     fixed: tuple[Any, ...]
-    matrices: list[tuple[int, Callable[[int], Sequence[Any]]]]
+    sources: Callable[[Sequence[int]], tuple[int, ...]]
+    encode: Callable[..., Sequence[Any]] | None
     pick: Callable[[Sequence[int]], tuple[int, ...]]
-    arguments: list[Any]
+    arguments: tuple[Any, ...]
 
 
-# Descriptors remembered per matrix: memory of the same few addresses comes back from torch's allocator.
+# Descriptors remembered per matrix, and sets of them per launch: memory of the same few addresses comes back from
+# torch's allocator.
 _MOST_DESCRIPTORS = 64
 
 
@@ -129,6 +131,23 @@ def _encoder(matrix: Matrix, metadata: Mapping[str, Any]) -> Callable[[int], Seq
         return (fill(pointer, *kind, metadata["block_size"], shape, strides, 0), *shape, *strides)
 
     return encode
+
+
+def _joint_encoder(encoders: Sequence[Callable[[int], Sequence[Any]]]) -> Callable[..., Sequence[Any]]:
+    """What the launcher takes of all matrices of a launch, as a function of their addresses."""
+
+    @lru_cache(maxsize=_MOST_DESCRIPTORS)
+    def encode(*pointers: int) -> Sequence[Any]:
+        return tuple([x for one, pointer in zip(encoders, pointers, strict=True) for x in one(pointer)])
+
+    return encode
+
+
+def _pick(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """The entries at some positions."""
+    if len(positions) > 1:
+        return itemgetter(*positions)
+    return lambda entries: tuple([entries[i] for i in positions])
 
 
 def _is_known() -> bool:
@@ -172,10 +191,17 @@ class Plan:
         tensors: names of what a call passes: tensors, and None where no call has one.
         scratch: allocated anew by every call, in one piece; nothing is allocated for none.
         launches: in order.
+        otherwise: the plan of calls in which a tensor that is a kernel's matrix does not start at a multiple of 16
+            bytes, as hardware copies must.
     """
 
     def __init__(
-        self, device: torch.device, tensors: Sequence[str], scratch: Scratch, launches: Sequence[Launch]
+        self,
+        device: torch.device,
+        tensors: Sequence[str],
+        scratch: Scratch,
+        launches: Sequence[Launch],
+        otherwise: Callable[[], Plan] | None = None,
     ) -> None:
         self.device, self.index = device, device.index
         self.scratch, self.launches = scratch, launches
@@ -185,29 +211,35 @@ class Plan:
             self.offsets.append(self.bytes)
             self.bytes += -(-elements * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         self._position = {name: i for i, name in enumerate((*tensors, *scratch))}
-        # By which pointers are aligned to 16 bytes: Triton compiles for that, and addresses differ from call to call.
-        self._steps: dict[tuple[bool, ...], list[_Step]] = {}
+        copied = {self._position[x.tensor] for launch in launches for x in launch.matrices.values()}
+        self._copied, self._otherwise = [i for i in copied if i < len(tensors)], otherwise
+        # By which tensors are aligned to 16 bytes (None if all are): Triton compiles for that, and addresses differ
+        # from call to call.
+        self._steps: dict[tuple[bool, ...] | None, list[_Step]] = {}
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> None:
         """Launch on the current stream of the device, which must be the current device."""
         pointers = [0 if x is None else x.data_ptr() for x in tensors]
+        aligned = None if reduce(or_, pointers) % 16 == 0 else tuple([pointer % 16 == 0 for pointer in pointers])
+        if aligned and self._otherwise and not all(aligned[i] for i in self._copied):
+            self._otherwise()(tensors)
+            return
         memory = None
         if self.bytes:
             memory = torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
             start = memory.data_ptr()
             pointers += [start + offset for offset in self.offsets]
-        aligned = tuple([pointer % 16 == 0 for pointer in pointers])
         steps = self._steps.get(aligned)
         if steps is None or _hooked():
             self._launch_by_triton(tensors, memory, aligned)
             return
         stream = driver.active.get_current_stream(self.index)
-        for run, programs, fixed, matrices, pick, arguments in steps:
-            operands = [x for position, encode in matrices for x in encode(pointers[position])]
+        for run, programs, fixed, sources, encode, pick, arguments in steps:
+            operands = encode(*sources(pointers)) if encode else ()
             run(programs, 1, 1, stream, *fixed, *operands, *pick(pointers), *arguments)
 
     def _launch_by_triton(
-        self, tensors: Sequence[Tensor | None], memory: Tensor | None, aligned: tuple[bool, ...]
+        self, tensors: Sequence[Tensor | None], memory: Tensor | None, aligned: tuple[bool, ...] | None
     ) -> None:
         """Launch as Triton does, which compiles where it must, and keep what it chose for the next call."""
         sizes = [(elements * dtype.itemsize, dtype) for elements, dtype in self.scratch.values()]
@@ -219,15 +251,15 @@ class Plan:
         steps = []
         for launch in self.launches:
             positions = [self._position[name] for name in launch.tensors]
-            pick = itemgetter(*[0 if given[i] is None else i for i in positions])
-            arguments = launch.arguments
+            pick = _pick([0 if given[i] is None else i for i in positions])
+            arguments = tuple(launch.arguments)
             sources = [self._position[x.tensor] for x in launch.operands]
             operands = [_descriptor(x, given[i]) for x, i in zip(launch.operands, sources, strict=True)]
             compiled = launch.kernel[(launch.programs,)](*operands, *pick(given), *arguments, **launch.options)
             if (runner := _runner(compiled, bool(operands))) is not None and (not operands or _is_known()):
                 described = compiled.metadata.tensordesc_meta if operands else []
                 encoders = [_encoder(x, y) for x, y in zip(launch.operands, described, strict=True)]
-                matrices = list(zip(sources, encoders, strict=True))
-                steps.append(_Step(runner[0], launch.programs, runner[1], matrices, pick, arguments))
+                encode = _joint_encoder(encoders) if encoders else None
+                steps.append(_Step(runner[0], launch.programs, runner[1], _pick(sources), encode, pick, arguments))
         if len(steps) == len(self.launches):
             self._steps[aligned] = steps

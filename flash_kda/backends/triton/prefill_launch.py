@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flash_kda.backends.triton import forward
 from flash_kda.backends.triton.config import Config, configure
+from flash_kda.backends.triton.forward import dense
 from flash_kda.backends.triton.launch import Launch, Plan, Scratch
 from flash_kda.backends.triton.recurrence import pooled_recurrence
 from flash_kda.types import Prefiller, PrefillInputs, PrefillTensors, gate_parameters
@@ -59,11 +60,6 @@ def plan(call: PrefillInputs, config: Config, out: Tensor) -> Plan:
     return Plan(call.inputs.signature.device, TENSORS, *describe(call, config, out))
 
 
-def _dense(x: Tensor | None) -> Tensor | None:
-    """A parameter of the gate as the kernels read it."""
-    return None if x is None else x.float().contiguous()
-
-
 def prefiller(call: PrefillInputs) -> Prefiller:
     """All calls of this call's form, as a function of their tensors."""
     v, q = call.inputs.v, call.inputs.q
@@ -82,7 +78,7 @@ def prefiller(call: PrefillInputs) -> Prefiller:
         *others, pool, indices, known, cu = others
         given = (
             *(*others, pool, indices, known, None if cu is None else cu.contiguous()),
-            *(offsets, cu_offsets, pool if in_pool else kept, target, out, _dense(A_log), _dense(dt_bias), pool),
+            *(offsets, cu_offsets, pool if in_pool else kept, target, out, dense(A_log), dense(dt_bias), pool),
         )
         if torch.cuda.current_device() == index:
             launch(given)
