@@ -18,6 +18,7 @@ import flash_kda
 from flash_kda import dispatch
 from flash_kda.types import Problem
 
+FUNCTIONS = {"forward": "kda", "decode": "kda_decode", "step": "kda_decode_step", "prefill": "kda_prefill"}
 SMALL = Problem(device="cpu", T=70, H=2, HV=4, K=16, V=24)
 PROBLEMS = (
     *(
@@ -61,13 +62,12 @@ def test_the_calls_pose_the_problem(p: Problem, posed: list[Problem]) -> None:
     assert known == {p}
 
 
-@pytest.mark.parametrize("function", ["kda", "kda_decode", "kda_decode_step", "kda_prefill"])
-def test_dense_tensors_and_parts_of_a_projection(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("op", FUNCTIONS)
+def test_dense_tensors_and_parts_of_a_projection(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from flash_kda import warming
 
-    called = mock.Mock(wraps=getattr(warming, function))
-    monkeypatch.setattr(warming, function, called)
-    op = {"kda": "forward", "kda_decode": "decode", "kda_decode_step": "step", "kda_prefill": "prefill"}[function]
+    called = mock.Mock(wraps=getattr(warming, FUNCTIONS[op]))
+    monkeypatch.setattr(warming, FUNCTIONS[op], called)
     p = replace(SMALL, op=op, B=3, T=40 if op in ("forward", "prefill") else 1, HV=6)
     flash_kda.warmup([p], state_layout="kv", index_dtype=torch.int64, allow_neg_eigval=True)
     dense, parts = (call.kwargs for call in called.call_args_list)
@@ -122,13 +122,24 @@ def test_gradients_stay_as_they_were() -> None:
 
 # On a GPU.
 
-SIZES = {"H": 4, "HV": 8, "K": 128, "V": 128, "dtype": "bfloat16"}
+SIZES: dict[str, Any] = {"H": 4, "HV": 8, "K": 128, "V": 128, "dtype": "bfloat16", "cu_dtype": "int32"}
 LATER: dict[str, Any] = {
+    "forward": Case(T=300, **SIZES),
     "decode": DecodeCase(Case(B=40, T=1, **SIZES), index="one"),
     "step": StepCase(DecodeCase(Case(B=40, T=1, **SIZES), index="one")),
-    "prefill": PrefillCase(Case(lengths=(100, 1, 60), **SIZES), known=True, checkpoints="placed", index_dtype="int32"),
-    "forward": Case(T=300, **SIZES),
+    "prefill": PrefillCase(Case(lengths=(100, 1, 60), **SIZES), known=True),
 }
+
+
+def served(op: str) -> dict[str, Any]:
+    """A call as engines make it: all that the projections give is bfloat16."""
+    call = LATER[op].build("cuda")
+    for name in ("g", "beta", "z", "conv_pool", "norm_weight"):
+        if name in call:
+            call[name] = call[name].bfloat16()
+    if op == "step":
+        call["conv_weights"] = [x.bfloat16() for x in call["conv_weights"]]
+    return call
 
 
 def compiled() -> int:
@@ -137,21 +148,21 @@ def compiled() -> int:
     from flash_kda.backends.hopper import recurrence as hopper_recurrence
     from flash_kda.backends.triton import decode, prepare, recurrence, step
 
-    kernels = [decode.decode, step.step, prepare.prepare, recurrence.recurrence, recurrence.pooled_recurrence]
-    kernels += [hopper_prepare.prepare_warp, hopper_recurrence.walk]
+    kernels: list[Any] = [decode.decode, step.step, prepare.prepare, recurrence.recurrence]
+    kernels += [recurrence.pooled_recurrence, hopper_prepare.prepare_warp, hopper_recurrence.walk]
     return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", LATER)
 def test_nothing_compiles_afterwards(op: str) -> None:
-    call = LATER[op].build("cuda")
-    function = {"forward": "kda", "decode": "kda_decode", "step": "kda_decode_step", "prefill": "kda_prefill"}[op]
-    shape = call["q"].shape
-    packed = op == "prefill"
-    p = Problem(B=shape[0], T=shape[1], H=4, HV=8, op=op, packed=packed, N=3 if packed else None, checkpoints=packed)
+    call, packed = served(op), op == "prefill"
+    B, T = call["q"].shape[:2]
+    p = Problem(B=B, T=T, H=4, HV=8, op=op, packed=packed, N=3 if packed else None, checkpoints=packed)
+    start = compiled()
     flash_kda.warmup([p])
     before = compiled()
+    assert before > start
     with torch.no_grad():
-        getattr(flash_kda, function)(**call)
+        getattr(flash_kda, FUNCTIONS[op])(**call)
     assert compiled() == before
