@@ -15,7 +15,7 @@ FLASH_KDA := $(VENV)/bin/flash-kda
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-gpu bench-cpu
+.PHONY: help venv demo test test-gpu bench-gpu bench-cpu
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -50,8 +50,16 @@ test: $(READY)  ## check style and types, then run every test; those that need a
 	$(PY) -m mypy
 	$(PY) -m pytest
 
+# Most of their time goes into compiling, so several processes share the GPU.
 test-gpu: $(READY)  ## run the tests that need a GPU, and only these
-	$(PY) -m pytest -m gpu
+	$(PY) -m pytest -m gpu -n 8
+
+bench-gpu: $(READY)  ## measure speed and accuracy on a GPU, beside the peers that are installed
+	$(FLASH_KDA) bench prefill --gates strong --gates slow --gates softplus
+	$(FLASH_KDA) bench decode
+	$(FLASH_KDA) bench train --gates strong --gates slow --gates softplus
+	$(FLASH_KDA) accuracy
+	$(FLASH_KDA) accuracy --dtype float32
 
 bench-cpu: $(READY)  ## time the CPU backend beside the plain torch versions of fla-core
 	$(PY) -c 'import importlib.util as u, sys; sys.exit(not (u.find_spec("fla") and u.find_spec("einops")))' || \

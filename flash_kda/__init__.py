@@ -14,6 +14,7 @@ from flash_kda.dispatch import BACKENDS, Explanation, explain, record_backends
 from flash_kda.prefill import kda_prefill
 from flash_kda.step import kda_decode_step
 from flash_kda.types import Checkpoints, Gate, LogGate, LowerBoundGate, Problem, SoftplusGate
+from flash_kda.warming import warmup
 
 __version__ = "0.1.0"
 
@@ -35,4 +36,5 @@ __all__ = [
     "kda_decode_step",
     "kda_prefill",
     "record_backends",
+    "warmup",
 ]
