@@ -14,6 +14,9 @@ READY := $(STAMP)
 FLASH_KDA := $(VENV)/bin/flash-kda
 endif
 
+# Tests of one file stay in one process: some share what they compile or interpret.
+WORKERS := -n auto --maxprocesses 8 --dist loadfile
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-gpu bench-gpu bench-cpu
 
@@ -48,7 +51,7 @@ test: $(READY)  ## check style and types, then run every test; those that need a
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m pytest
+	$(PY) -m pytest $(WORKERS)
 
 # Most of their time goes into compiling, so several processes share the GPU.
 test-gpu: $(READY)  ## run the tests that need a GPU, and only these

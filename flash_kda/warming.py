@@ -40,8 +40,8 @@ def warmup(
     """Compile what calls of these problems need, so that no request waits for a compiler.
 
     Each problem is called with zeros, once with dense tensors and once with parts of one projection whose rows are a
-    multiple of 16 elements long, all in the problem's dtype (states in theirs, A_log and dt_bias in float32). Tensors of
-    other dtypes, strides or alignment may compile anew. The calls are those of serving and training:
+    multiple of 16 elements long, all in the problem's dtype (states in theirs, A_log and dt_bias in float32). Other
+    dtypes, strides or alignment may compile anew. The calls are those of serving and training:
 
     - ``"forward"``: with an initial state, and the final one asked for;
     - ``"forward"`` with ``grad``: without states, forwards and backwards;
