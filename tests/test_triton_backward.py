@@ -120,6 +120,9 @@ def test_compiles(build: BackwardBuild, built: Built) -> None:
     """It compiles, fits into the device, and spills no more than its budget."""
     c = build.config
     compiling.assert_fits(built, build.capability, BUDGETS[build.kernel, c.split].get(c.BK, 0))
+    if build.kernel.endswith("chunk_gradient"):
+        assert not built.wgmma, "Triton 3.6 makes wrong asynchronous products of some operands; see CONTRIBUTING.md"
+        assert not built.tensor_memory, "nobody has seen whether those of compute capability 10.0 are right"
 
 
 # Configurations and launches.
