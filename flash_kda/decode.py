@@ -24,7 +24,7 @@ from torch import Tensor
 
 from flash_kda import forms, ops
 from flash_kda.checks_decode import check_decode
-from flash_kda.types import DecodeTensors, Gate, LowerBoundGate, StateLayout, gate_parameters
+from flash_kda.types import DecodeTensors, Gate, StateLayout
 
 
 def kda_decode(
@@ -129,14 +129,11 @@ def _operator(
     return _decode(tensors, ops.make_gate(kind, A_log, dt_bias, lower_bound), options, backend)
 
 
-@_operator.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-    return torch.empty(v.shape, dtype=v.dtype, device=v.device)
+_operator.register_fake(ops.like_v)
 
 
 def _traced(tensors: DecodeTensors, gate: Gate, options: tuple[Any, ...], backend: str) -> Tensor:
     """A call as a node of a graph."""
     *others, out = tensors
-    lower_bound = gate.lower_bound if isinstance(gate, LowerBoundGate) else 0.0
-    o: Tensor = _operator(*others, *gate_parameters(gate), gate.kind, lower_bound, *options, backend)
+    o: Tensor = _operator(*others, *ops.gate_arguments(gate), *options, backend)
     return o if out is None else out.copy_(o)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,28 @@ def make_gate(kind: str, A_log: Tensor | None, dt_bias: Tensor | None, lower_bou
     if kind == "lower_bound":
         return LowerBoundGate(A_log, dt_bias, lower_bound)
     return SoftplusGate(A_log, dt_bias) if kind == "softplus" else LogGate()
+
+
+def gate_arguments(gate: Gate) -> tuple[Tensor | None, Tensor | None, str, float]:
+    """A gate as operators take it: A_log, dt_bias, kind and lower bound; see :func:`make_gate`."""
+    return *gate_parameters(gate), gate.kind, gate.lower_bound if isinstance(gate, LowerBoundGate) else 0.0
+
+
+def like_v(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    """The output of an operator that returns nothing else, without data."""
+    return torch.empty(v.shape, dtype=v.dtype, device=v.device)
+
+
+def _arguments(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+    """The arguments of the checks in their order, which is that of ``Inputs``, from the operators' own.
+
+    Args:
+        tensors: the operator's, from q to cu_seqlens. options: the others, without the backend.
+    """
+    *rows, A_log, dt_bias, initial_state, cu_seqlens = tensors
+    kind, lower_bound, scale, output_final_state, *others = options
+    gate = make_gate(kind, A_log, dt_bias, lower_bound)
+    return *rows, gate, scale, initial_state, output_final_state, cu_seqlens, *others
 
 
 @torch.library.custom_op("flash_kda::forward", mutates_args=())
@@ -41,22 +63,9 @@ def forward(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """:func:`flash_kda.kda`; the final state is an empty tensor where it is not asked for."""
-    inputs = check(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        gate=make_gate(gate, A_log, dt_bias, lower_bound),
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        qk_l2norm=qk_l2norm,
-        beta_is_logit=beta_is_logit,
-        allow_neg_eigval=allow_neg_eigval,
-        state_layout=cast(StateLayout, state_layout),
-    )
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    options = (gate, lower_bound, scale, output_final_state, qk_l2norm, beta_is_logit, allow_neg_eigval, state_layout)
+    inputs = check(*_arguments(tensors, options))
     with torch.no_grad():
         o, state = dispatch.run(inputs, backend)
     return o.contiguous(), q.new_empty(0) if state is None else state
@@ -87,22 +96,9 @@ def _(
     if not output_final_state:
         return o, q.new_empty(0)
     # Not checked, since no data can be read here: only what these arguments say of the final state is asked.
-    inputs = Inputs(
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        beta=beta,
-        gate=make_gate(gate, A_log, dt_bias, lower_bound),
-        scale=scale or 0.0,
-        initial_state=initial_state,
-        output_final_state=True,
-        cu_seqlens=cu_seqlens,
-        qk_l2norm=qk_l2norm,
-        beta_is_logit=beta_is_logit,
-        allow_neg_eigval=allow_neg_eigval,
-        state_layout=cast(StateLayout, state_layout),
-    )
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    options = (gate, lower_bound, scale or 0.0, True, qk_l2norm, beta_is_logit, allow_neg_eigval, state_layout)
+    inputs = Inputs(*_arguments(tensors, options))
     return o, q.new_empty(inputs.state_shape, dtype=inputs.state_dtype)
 
 
@@ -130,22 +126,9 @@ def backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of :func:`forward` for its first eight tensors, empty for those that are absent."""
-    inputs = check(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        gate=make_gate(gate, A_log, dt_bias, lower_bound),
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        qk_l2norm=qk_l2norm,
-        beta_is_logit=beta_is_logit,
-        allow_neg_eigval=allow_neg_eigval,
-        state_layout=cast(StateLayout, state_layout),
-    )
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    options = (gate, lower_bound, scale, output_final_state, qk_l2norm, beta_is_logit, allow_neg_eigval, state_layout)
+    inputs = check(*_arguments(tensors, options))
     found = dispatch.gradients(inputs, backend, do, dS if output_final_state else None)
     sources = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     # An operator's results share no memory with its arguments.
@@ -227,8 +210,7 @@ def traced(
     backend: str,
 ) -> tuple[Tensor, Tensor | None]:
     """A call of :func:`flash_kda.kda` as one node; its arguments are checked when the node runs."""
-    A_log, dt_bias = gate_parameters(gate)
-    lower_bound = gate.lower_bound if isinstance(gate, LowerBoundGate) else 0.0
+    A_log, dt_bias, kind, lower_bound = gate_arguments(gate)
     o, state = forward(
         q,
         k,
@@ -239,7 +221,7 @@ def traced(
         dt_bias,
         initial_state,
         cu_seqlens,
-        gate.kind,
+        kind,
         lower_bound,
         scale,
         output_final_state,

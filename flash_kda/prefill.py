@@ -24,7 +24,7 @@ from torch import Tensor
 
 from flash_kda import forms, ops
 from flash_kda.checks_prefill import check_prefill
-from flash_kda.types import Checkpoints, Gate, LowerBoundGate, PrefillTensors, StateLayout, gate_parameters
+from flash_kda.types import Checkpoints, Gate, PrefillTensors, StateLayout
 
 
 def kda_prefill(
@@ -146,9 +146,7 @@ def _operator(
     return _prefill((*rows, offsets, cu_offsets, states, places, None), gate, options, has_checkpoints, backend)
 
 
-@_operator.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-    return torch.empty(v.shape, dtype=v.dtype, device=v.device)
+_operator.register_fake(ops.like_v)
 
 
 def _traced(
@@ -156,7 +154,5 @@ def _traced(
 ) -> Tensor:
     """A call as a node of a graph."""
     *others, out = tensors
-    lower_bound = gate.lower_bound if isinstance(gate, LowerBoundGate) else 0.0
-    named = (*gate_parameters(gate), gate.kind, lower_bound)
-    o: Tensor = _operator(*others, *named, *options, has_checkpoints, backend)
+    o: Tensor = _operator(*others, *ops.gate_arguments(gate), *options, has_checkpoints, backend)
     return o if out is None else out.copy_(o)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flash_kda import forms, ops
 from flash_kda.checks_step import check_step, triple
-from flash_kda.types import Gate, LowerBoundGate, StateLayout, StepTensors, gate_parameters
+from flash_kda.types import Gate, StateLayout, StepTensors
 
 
 def kda_decode_step(
@@ -147,14 +147,11 @@ def _operator(
     return _step(tensors, ops.make_gate(kind, A_log, dt_bias, lower_bound), options, backend)
 
 
-@_operator.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-    return torch.empty(v.shape, dtype=v.dtype, device=v.device)
+_operator.register_fake(ops.like_v)
 
 
 def _traced(tensors: StepTensors, gate: Gate, options: tuple[Any, ...], backend: str) -> Tensor:
     """A call as a node of a graph."""
     *others, out = tensors
-    lower_bound = gate.lower_bound if isinstance(gate, LowerBoundGate) else 0.0
-    o: Tensor = _operator(*others, *gate_parameters(gate), gate.kind, lower_bound, *options, backend)
+    o: Tensor = _operator(*others, *ops.gate_arguments(gate), *options, backend)
     return o if out is None else out.copy_(o)

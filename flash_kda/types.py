@@ -68,6 +68,11 @@ def gate_parameters(gate: Gate) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if isinstance(gate, LogGate) else (gate.A_log, gate.dt_bias)
 
 
+def with_parameters(gate: Gate, A_log: Tensor | None, dt_bias: Tensor | None) -> Gate:
+    """The gate with other parameters, if it is of a kind that has any."""
+    return gate if isinstance(gate, LogGate) else replace(gate, A_log=A_log, dt_bias=dt_bias)
+
+
 @dataclass(frozen=True)
 class Problem:
     """What a backend needs to know to say whether it can run: shapes, dtypes and options, no data.

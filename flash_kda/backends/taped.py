@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from flash_kda.types import Inputs, LogGate, gate_parameters
+from flash_kda.types import Inputs, gate_parameters, with_parameters
 
 Run: TypeAlias = Callable[[Inputs], tuple[Tensor, Tensor | None]]
 Gradients: TypeAlias = tuple[Tensor | None, ...]
@@ -27,7 +26,7 @@ def _by_tape(run: Run, inputs: Inputs, do: Tensor, dS: Tensor | None) -> Gradien
     given = (*inputs[:5], *gate_parameters(inputs.gate), inputs.initial_state)
     leaves = [None if x is None else x.detach().requires_grad_() for x in given]
     q, k, v, g, beta, A_log, dt_bias, S0 = leaves
-    gate = inputs.gate if isinstance(inputs.gate, LogGate) else replace(inputs.gate, A_log=A_log, dt_bias=dt_bias)
+    gate = with_parameters(inputs.gate, A_log, dt_bias)
     call = inputs.replace(q=q, k=k, v=v, g=g, beta=beta, gate=gate, initial_state=S0, output_final_state=dS is not None)
     wanted = [x for x in leaves if x is not None]
     with torch.enable_grad():

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import flash_kda
 from flash_kda.bench import harness, peers, shapes
 from flash_kda.bench.exact import exact
-from flash_kda.bench.measuring import measure_all, refuse, row_of, run_watched
+from flash_kda.bench.measuring import Named, measure_all, refuse, row_of, run_watched
 from flash_kda.bench.prefill import JUDGED_HEADS, SETS, SETS_BYTES, ratio
 from flash_kda.bench.report import Keep, Row
 from flash_kda.reference import sigmoid
@@ -117,17 +117,8 @@ def make(case: shapes.Case, gates: shapes.Gates, device: torch.device | str, ind
     return DecodeCall(call, pool, table, accepted)
 
 
-class Implementation(Protocol):
+class Implementation(Named, Protocol):
     """One way to decode; see ``peers.Implementation``. A run returns the output and the tensor of the states."""
-
-    @property
-    def impl(self) -> str: ...
-    @property
-    def backend(self) -> str: ...
-    @property
-    def work(self) -> str: ...
-    @property
-    def note(self) -> str: ...
 
     def available(self) -> str | None: ...
 

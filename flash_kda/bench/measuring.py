@@ -18,7 +18,12 @@ from flash_kda.types import Problem
 
 
 class Named(Protocol):
-    """Something that is measured, whatever it computes; see ``peers.Implementation``."""
+    """Something that is measured, whatever it computes.
+
+    Attributes:
+        impl: for the column of a table. backend: the part of it that runs. work: what is computed inside the clock.
+        note: what a reader must know about it, or "".
+    """
 
     @property
     def impl(self) -> str: ...

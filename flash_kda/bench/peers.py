@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import flash_kda
 from flash_kda.bench.harness import Run
-from flash_kda.bench.measuring import run_watched
+from flash_kda.bench.measuring import Named, run_watched
 from flash_kda.bench.shapes import Call, boundaries
 from flash_kda.reference import decay
 from flash_kda.types import LowerBoundGate
@@ -25,22 +25,8 @@ ALL_INSIDE = "normalisation, gate and sigmoid inside"
 CUDNN_PLAN = "kda_hopper_cuda"
 
 
-class Implementation(Protocol):
-    """One way to compute a prefill.
-
-    Attributes:
-        impl: for the column of a table. backend: the part of it that runs. work: what is computed inside the clock.
-        note: what a reader must know about it, or "".
-    """
-
-    @property
-    def impl(self) -> str: ...
-    @property
-    def backend(self) -> str: ...
-    @property
-    def work(self) -> str: ...
-    @property
-    def note(self) -> str: ...
+class Implementation(Named, Protocol):
+    """One way to compute a prefill."""
 
     def available(self) -> str | None:
         """None if it can be imported and run here, otherwise the reason why not."""

@@ -6,7 +6,7 @@ A case is a printable value; its inputs follow from it, the kind of gates and th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flash_kda.checks import check
-from flash_kda.types import Gate, GateKind, Inputs, LogGate, LowerBoundGate, SoftplusGate
+from flash_kda.types import Gate, GateKind, Inputs, LowerBoundGate, SoftplusGate, gate_parameters, with_parameters
 
 Op: TypeAlias = Literal["prefill", "decode", "train"]
 Gates: TypeAlias = Literal["strong", "slow", "softplus"]
@@ -183,14 +183,8 @@ class Call:
 
     def first_heads(self, count: int) -> Call:
         """The same call with only the first ``count`` heads: views, no copies."""
-        gate = self.gate
-        if not isinstance(gate, LogGate):
-            A_log, dt_bias = gate.A_log, gate.dt_bias
-            gate = replace(
-                gate,
-                A_log=None if A_log is None else A_log[:count],
-                dt_bias=None if dt_bias is None else dt_bias[:count],
-            )
+        A_log, dt_bias = (None if x is None else x[:count] for x in gate_parameters(self.gate))
+        gate = with_parameters(self.gate, A_log, dt_bias)
         q, k, v, g, beta = (x[:, :, :count] for x in (self.q, self.k, self.v, self.g, self.beta))
         return Call(q, k, v, g, beta, gate, self.initial_state[:, :count], self.cu_seqlens)
 
@@ -200,7 +194,7 @@ def boundaries(lengths: tuple[int, ...], device: torch.device | str) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
-def gate_parameters(gates: Gates, heads: int, dim: int, rng: torch.Generator) -> Gate:
+def draw_gate(gates: Gates, heads: int, dim: int, rng: torch.Generator) -> Gate:
     """Gate parameters that go with raw gates ~ N(0, 1).
 
     ``strong``: lower bound -5, A_log and dt_bias ~ U(0, 1): every channel decays by about e^-3 a token on average.
@@ -237,7 +231,7 @@ def make(case: Case, gates: Gates, device: torch.device | str, index: int = 0) -
 
     q, k, v, g = (N(B, T, H, D) for _ in range(4))
     beta = N(B, T, H)
-    gate = gate_parameters(gates, H, D, rng)
+    gate = draw_gate(gates, H, D, rng)
     states = torch.randn(len(case.lengths), H, D, D, generator=rng, device=rng.device)
     cu_seqlens = boundaries(case.lengths, rng.device) if case.packed else None
     return Call(q, k, v, g, beta, gate, states, cu_seqlens)

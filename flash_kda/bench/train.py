@@ -13,7 +13,7 @@ from flash_kda.bench.exact import exact
 from flash_kda.bench.measuring import measure_all, refuse, row_of, run_watched
 from flash_kda.bench.prefill import JUDGED_HEADS, inputs, ratio
 from flash_kda.bench.report import Keep, Row
-from flash_kda.types import LogGate, Problem
+from flash_kda.types import Problem, gate_parameters, with_parameters
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,9 @@ class Options:
 def leaves(call: shapes.Call) -> tuple[shapes.Call, list[Tensor]]:
     """The call with tensors that want gradients: rows and the gate's parameters, not the initial state."""
     rows = {name: getattr(call, name).detach().requires_grad_() for name in ("q", "k", "v", "g", "beta")}
-    found, gate = list(rows.values()), call.gate
-    if not isinstance(gate, LogGate):
-        given = {name: x for name in ("A_log", "dt_bias") if (x := getattr(gate, name)) is not None}
-        parameters = {name: x.detach().requires_grad_() for name, x in given.items()}
-        found += parameters.values()
-        gate = replace(gate, **parameters)
-    return replace(call, gate=gate, **rows), found
+    A_log, dt_bias = (None if x is None else x.detach().requires_grad_() for x in gate_parameters(call.gate))
+    found = [*rows.values(), *(x for x in (A_log, dt_bias) if x is not None)]
+    return replace(call, gate=with_parameters(call.gate, A_log, dt_bias), **rows), found
 
 
 def step(implementation: peers.Implementation, call: shapes.Call) -> harness.Run:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from flash_kda.backends.cpu.kernel import ROWS, backward, forward, states_out
 from flash_kda.backends.once import first_derivatives
-from flash_kda.types import Inputs, LogGate, gate_parameters
+from flash_kda.types import Inputs, gate_parameters, with_parameters
 
 
 class ChunkKDA(torch.autograd.Function):
@@ -29,9 +28,8 @@ class ChunkKDA(torch.autograd.Function):
         # Read once: under activation checkpointing what was saved is made again, and given out a single time.
         saved = ctx.saved_tensors
         rows, parameters, kept = saved[:5], saved[5:7], list(saved[7:])
-        inputs: Inputs = ctx.inputs.replace(**dict(zip(ROWS, rows, strict=True)))
-        if not isinstance(inputs.gate, LogGate):
-            inputs = inputs.replace(gate=replace(inputs.gate, A_log=parameters[0], dt_bias=parameters[1]))
+        gate = with_parameters(ctx.inputs.gate, *parameters)
+        inputs: Inputs = ctx.inputs.replace(**dict(zip(ROWS, rows, strict=True)), gate=gate)
         with torch.no_grad():
             found = backward(inputs, kept, do, dS)
         dS0 = None if ctx.initial_state_dtype is None else found["states"].to(ctx.initial_state_dtype)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from flash_kda.backends.cpu.chunk import prepare, prepare_backward, walk, walk_backward
 from flash_kda.backends.cpu.plan import Group, plan
 from flash_kda.reference.gate import activate
-from flash_kda.types import Inputs, LogGate, gate_parameters
+from flash_kda.types import Inputs, gate_parameters, with_parameters
 
 # Token rows of a call, in the order in which gradients come back.
 ROWS = ("q", "k", "v", "g", "beta")
@@ -167,9 +167,7 @@ def _backward_group(
         # Autograd runs through the elementwise part only: normalisation, gate, sigmoid.
         leaves = {name: group.take(getattr(inputs, name)).detach().requires_grad_() for name in ROWS}
         parameters = {name: x.detach().requires_grad_() for name, x in _gate_parameters(inputs).items()}
-        gate = inputs.gate
-        if not isinstance(gate, LogGate):
-            gate = replace(gate, A_log=parameters.get("A_log"), dt_bias=parameters.get("dt_bias"))
+        gate = with_parameters(inputs.gate, parameters.get("A_log"), parameters.get("dt_bias"))
         outputs = activated(inputs.replace(**leaves, gate=gate), group)
     q, k, v, g, beta = (to_tiles(x.detach()) for x in outputs)
     do_tiles = to_tiles(group.take(do).to(v.dtype)).contiguous()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from flash_kda.backends.once import first_derivatives
 from flash_kda.backends.triton.backward import backward
 from flash_kda.backends.triton.forward import forward as triton_forward
-from flash_kda.types import Inputs, LogGate, gate_parameters
+from flash_kda.types import Inputs, gate_parameters, with_parameters
 
 # Output and final states of a checked call, into the tensors given.
 Forward: TypeAlias = Callable[[Inputs, Tensor | None, Tensor | None], tuple[Tensor, Tensor | None]]
@@ -44,15 +43,14 @@ class TapedKDA(torch.autograd.Function):
 
 def without_tensors(inputs: Inputs) -> Inputs:
     """The call's options and the kind of its gate."""
-    gate = inputs.gate if isinstance(inputs.gate, LogGate) else replace(inputs.gate, A_log=None, dt_bias=None)
     nothing = dict.fromkeys(("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens"))
-    return inputs.replace(gate=gate, **nothing)
+    return inputs.replace(gate=with_parameters(inputs.gate, None, None), **nothing)
 
 
 def with_tensors(call: Inputs, tensors: tuple[Tensor | None, ...]) -> Inputs:
     """The call with tensors in the order of :class:`TapedKDA`."""
     q, k, v, g, beta, A_log, dt_bias, S0, cu = tensors
-    gate = call.gate if isinstance(call.gate, LogGate) else replace(call.gate, A_log=A_log, dt_bias=dt_bias)
+    gate = with_parameters(call.gate, A_log, dt_bias)
     return call.replace(q=q, k=k, v=v, g=g, beta=beta, gate=gate, initial_state=S0, cu_seqlens=cu)
 
 

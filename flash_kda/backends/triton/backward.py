@@ -17,11 +17,11 @@ from torch import Tensor
 
 from flash_kda.backends.triton.chunk_gradient import chunk_gradient, head_gradient
 from flash_kda.backends.triton.config import Config, configure
-from flash_kda.backends.triton.forward import Written, describe, device_facts, slots, values
+from flash_kda.backends.triton.forward import Written, describe, device_facts, part_of, slots, values
 from flash_kda.backends.triton.launch import Launch, Plan, Scratch
 from flash_kda.backends.triton.prepare import prepare
 from flash_kda.backends.triton.walks import walks
-from flash_kda.types import Inputs, LogGate, Problem, Signature, gate_parameters
+from flash_kda.types import Inputs, Problem, Signature, gate_parameters, with_parameters
 
 # What is passed to the kernels, by the names of their parameters without ``p_``: to all, to the preparation and the
 # walks, and to the chunks and heads after them. The preparation clears the rows of o past the last sequence: dv's.
@@ -171,19 +171,11 @@ def compute(inputs: Inputs, do: Tensor, dS: Tensor | None, planner: Planner = pl
     return dq, dk, dv, dg, dbeta, dA_log, dbias, dS0
 
 
-def _rows_of_batch(inputs: Inputs, rows: slice) -> Inputs:
-    """The call for some batch rows."""
-    S = inputs.initial_state
-    given = {name: getattr(inputs, name)[rows] for name in ("q", "k", "v", "g", "beta")}
-    return inputs.replace(**given, initial_state=None if S is None else S[rows])
-
-
 def _heads(inputs: Inputs, heads: slice, own: slice) -> Inputs:
     """The call for some of q's heads and their own value heads."""
-    gate, S = inputs.gate, inputs.initial_state
-    if not isinstance(gate, LogGate):
-        A_log, dt_bias = (None if x is None else x[own] for x in gate_parameters(gate))
-        gate = replace(gate, A_log=A_log, dt_bias=dt_bias)
+    S = inputs.initial_state
+    A_log, dt_bias = (None if x is None else x[own] for x in gate_parameters(inputs.gate))
+    gate = with_parameters(inputs.gate, A_log, dt_bias)
     given = {name: getattr(inputs, name)[:, :, heads] for name in ("q", "k")}
     given |= {name: getattr(inputs, name)[:, :, own] for name in ("v", "g", "beta")}
     return inputs.replace(**given, gate=gate, initial_state=None if S is None else S[:, own])
@@ -217,8 +209,9 @@ def compute_in_parts(inputs: Inputs, do: Tensor, dS: Tensor | None, planner: Pla
         if count >= p.B:
             return compute(inputs, do, dS, planner)
         for rows in (slice(b, b + count) for b in range(0, p.B, count)):
-            of_rows = None if dS is None else dS[rows]
-            parts.append(compute_in_parts(_rows_of_batch(inputs, rows), do[rows], of_rows, planner))
+            S = None if inputs.initial_state is None else inputs.initial_state[rows]
+            some = part_of(inputs, (rows, slice(None)), S)
+            parts.append(compute_in_parts(some, do[rows], None if dS is None else dS[rows], planner))
         return _join(parts, 0, None, 0)
     device = device_facts(inputs.signature.device.index)
     walks = N * group * math.ceil(p.V / configure(p, device).BV)

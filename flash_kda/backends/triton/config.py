@@ -68,7 +68,8 @@ class Config:
         return self.C * self.C * (2 if self.split else 1)
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
+    """The least one that is not less."""
     return 1 << (n - 1).bit_length()
 
 
@@ -81,11 +82,11 @@ def configure(problem: Problem, device: Device) -> Config:
             for prefill into a pool, which is for serving, that of one long sequence.
     """
     HV, N = problem.HV or problem.H, max(1, problem.N or problem.B)
-    BK = max(16, _power_of_two(problem.K))
+    BK = max(16, power_of_two(problem.K))
     split = problem.dtype != torch.float32
     # Three-term TF32 products of larger tiles exhaust registers on sm_80 and sm_120, and tensor memory on sm_100.
     most_BV = (64 if BK <= 128 else 32) if split else (32 if BK <= 128 else 16)
-    BV = min(most_BV, max(16, _power_of_two(problem.V)))
+    BV = min(most_BV, max(16, power_of_two(problem.V)))
     programs = N * HV * math.ceil(problem.V / BV)
     tokens = problem.B * problem.T / N
     if problem.op == "prefill" and problem.packed:
@@ -142,12 +143,12 @@ DECODE_PROGRAMS = 4
 @lru_cache(maxsize=1024)
 def configure_decode(problem: Problem, device: Device, state_layout: StateLayout) -> DecodeConfig:
     """The configuration of a decode problem with K and V of at most 256."""
-    BK = max(16, _power_of_two(problem.K))
+    BK = max(16, power_of_two(problem.K))
     element = problem.state_dtype.itemsize
     if state_layout == "kv":
         # What lies together is 32 bytes of columns, the least that memory moves.
         return DecodeConfig(BK, max(1, 32 // element), warps=1)
-    BV = min(64, max(1, DECODE_TILE // BK), _power_of_two(problem.V))
+    BV = min(64, max(1, DECODE_TILE // BK), power_of_two(problem.V))
     # Each thread has 16 bytes of a row whatever BV is, so that the order of sums, and with it the bits of a row, do not
     # depend on how many rows there are.
     least = max(4, 32 * 16 // (element * BK))
@@ -179,8 +180,8 @@ def configure_step(problem: Problem, state_layout: StateLayout) -> StepConfig:
 
     A program has whole heads, since the norm is over all of V; what it does not hold at once it takes in turn.
     """
-    BK = max(16, _power_of_two(problem.K))
-    BV, most = _power_of_two(problem.V), STEP_WARPS * DECODE_TILE // BK
+    BK = max(16, power_of_two(problem.K))
+    BV, most = power_of_two(problem.V), STEP_WARPS * DECODE_TILE // BK
     warps = max(1, min(BV, most) * BK // DECODE_TILE)
     parts = BV // min(BV, most)
     if parts > 1:

@@ -11,18 +11,13 @@ from torch import Tensor
 
 from flash_kda.backends.triton import decode as kernels
 from flash_kda.backends.triton.config import DecodeConfig, StepConfig, configure_decode
-from flash_kda.backends.triton.forward import GATES, dense, device_facts, is_dense, scale_of, strides
+from flash_kda.backends.triton.forward import GATES, dense, device_facts, is_dense, scale_of, stride, strides
 from flash_kda.backends.triton.launch import Launch, Plan
 from flash_kda.types import DecodeInputs, Decoder, Maybe, gate_parameters
 
 # What is passed to the kernel, by the names of its parameters without ``p_``: the tensors of a call in their order, and
 # the gate's parameters.
 TENSORS = ("q", "k", "v", "g", "beta", "S", "index", "accepted", "known", "cu", "o", "A_log", "dt_bias")
-
-
-def _stride(x: Tensor | None, dim: int = 0) -> int:
-    """A stride, 0 of what is not there."""
-    return 0 if x is None or dim >= x.ndim else x.stride(dim)
 
 
 def index_kind(indices: Tensor | None) -> int:
@@ -37,11 +32,11 @@ def values(call: DecodeInputs, config: DecodeConfig | StepConfig, out: Tensor) -
     signature, p, pool, indices = call.inputs.signature, call.problem, call.pool, call.indices
     HV = p.HV or p.H
     return strides(signature, (out.dtype, out.stride()), (pool.dtype, pool.stride())) | {
-        "cu_n": _stride(call.inputs.cu_seqlens),
-        "index_n": _stride(indices),
-        "index_t": _stride(indices, 1),
-        "accepted_n": _stride(call.num_accepted),
-        "known_n": _stride(call.has_initial_state),
+        "cu_n": stride(call.inputs.cu_seqlens),
+        "index_n": stride(indices),
+        "index_t": stride(indices, 1),
+        "accepted_n": stride(call.num_accepted),
+        "known_n": stride(call.has_initial_state),
         "T": p.T,
         "N": p.N,
         "slots": pool.shape[0],

@@ -30,6 +30,11 @@ MOST_ROWS = 2**20
 Written: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 
 
+def stride(x: Tensor | None, dim: int = 0) -> int:
+    """A stride, 0 of what is not there."""
+    return 0 if x is None or dim >= x.ndim else x.stride(dim)
+
+
 def state_strides(S: tuple[int, ...] | None, layout: StateLayout) -> tuple[int, ...]:
     """Strides of states by sequence, head, v and k; zeros where there are none."""
     n, h, a, b = S or (0, 0, 0, 0)
@@ -182,7 +187,7 @@ def launch(inputs: Inputs, out: Tensor, final: Tensor | None, planner: Planner |
     _plan_for(inputs.signature, out, final, planner)(tensors)
 
 
-def _part(inputs: Inputs, at: tuple[slice, slice], initial_state: Tensor | None) -> Inputs:
+def part_of(inputs: Inputs, at: tuple[slice, slice], initial_state: Tensor | None) -> Inputs:
     """The call for some batch rows and tokens."""
     rows = {name: getattr(inputs, name)[at] for name in ("q", "k", "v", "g", "beta")}
     return inputs.replace(**rows, initial_state=initial_state)
@@ -205,14 +210,14 @@ def launch_in_parts(inputs: Inputs, out: Tensor, final: Tensor | None, planner: 
     elif p.B > 1:
         count = max(1, MOST_ROWS // (p.T * HV))
         for rows in (slice(b, b + count) for b in range(0, p.B, count)):
-            part = _part(inputs, (rows, slice(None)), None if S is None else S[rows])
+            part = part_of(inputs, (rows, slice(None)), None if S is None else S[rows])
             launch_in_parts(part, out[rows], None if final is None else final[rows], planner)
     else:
         count = max(1, MOST_ROWS // (HV * CHUNK)) * CHUNK
         for tokens in (slice(t, t + count) for t in range(0, p.T, count)):
             is_last = tokens.stop >= p.T
             after = final if is_last else torch.empty(inputs.state_shape, dtype=torch.float32, device=out.device)
-            launch(_part(inputs, (slice(None), tokens), S), out[:, tokens], after, planner)
+            launch(part_of(inputs, (slice(None), tokens), S), out[:, tokens], after, planner)
             S = after
 
 

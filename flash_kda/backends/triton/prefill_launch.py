@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flash_kda.backends.triton import forward
 from flash_kda.backends.triton.config import Config, configure
-from flash_kda.backends.triton.forward import dense
+from flash_kda.backends.triton.forward import dense, stride
 from flash_kda.backends.triton.launch import Launch, Plan, Scratch
 from flash_kda.backends.triton.recurrence import pooled_recurrence
 from flash_kda.types import Prefiller, PrefillInputs, PrefillTensors, gate_parameters
@@ -18,11 +18,6 @@ TENSORS = (
     *("q", "k", "v", "g", "beta", "S0", "index", "known", "cu"),
     *("offset", "ends", "kept", "target", "o", "A_log", "dt_bias", "S"),
 )
-
-
-def _stride(x: Tensor | None) -> int:
-    """The stride of a vector, 0 of what is not there."""
-    return 0 if x is None else x.stride(0)
 
 
 def describe(call: PrefillInputs, config: Config, out: Tensor) -> tuple[Scratch, list[Launch]]:
@@ -38,11 +33,11 @@ def describe(call: PrefillInputs, config: Config, out: Tensor) -> tuple[Scratch,
     values = {
         **walk.values,
         **{f"{name}_{d}": step for name, x in strides.items() for d, step in zip("nhvk", x, strict=True)},
-        "index_n": _stride(call.indices),
-        "known_n": _stride(call.has_initial_state),
-        "offset_n": 0 if c is None else _stride(c.offsets),
-        "ends_n": 0 if c is None else _stride(c.cu_offsets),
-        "target_n": 0 if c is None else _stride(c.indices),
+        "index_n": stride(call.indices),
+        "known_n": stride(call.has_initial_state),
+        "offset_n": 0 if c is None else stride(c.offsets),
+        "ends_n": 0 if c is None else stride(c.cu_offsets),
+        "target_n": 0 if c is None else stride(c.indices),
         "states": pool.shape[0],
         "pad": call.pad_index,
         "entries": 0 if c is None else c.offsets.shape[0],

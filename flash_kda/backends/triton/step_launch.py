@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from flash_kda.backends.triton import step as kernels
-from flash_kda.backends.triton.config import StepConfig, configure_step
+from flash_kda.backends.triton.config import StepConfig, configure_step, power_of_two
 from flash_kda.backends.triton.decode_launch import launcher
 from flash_kda.backends.triton.decode_launch import values as decode_values
 from flash_kda.backends.triton.launch import Launch, Plan
@@ -17,10 +17,6 @@ TENSORS = (
     *("q", "k", "v", "g", "beta", "z", "S", "conv", "index", "known", "q_weight", "k_weight", "v_weight"),
     *("q_bias", "k_bias", "v_bias", "norm", "o", "A_log", "dt_bias"),
 )
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 def values(call: StepInputs, config: StepConfig, out: Tensor) -> dict[str, object]:
@@ -37,8 +33,8 @@ def values(call: StepInputs, config: StepConfig, out: Tensor) -> dict[str, objec
         "eps": call.norm_eps,
         "H": call.problem.H,
         "W": W,
-        "BW": _power_of_two(W),
-        "PARTS": _power_of_two(-(-call.problem.V // config.BV)),
+        "BW": power_of_two(W),
+        "PARTS": power_of_two(-(-call.problem.V // config.BV)),
         "HAS_BIAS": call.conv_biases is not None,
         "HAS_INDEX": call.decode.indices is not None,
     }
