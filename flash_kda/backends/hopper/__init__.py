@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from flash_kda.backends.reference import deliver
-from flash_kda.backends.triton import gradients as gradients  # part of this backend's interface
 from flash_kda.backends.triton import supports as triton_supports
 from flash_kda.backends.triton.config import CHUNK
 from flash_kda.types import DecodeInputs, Inputs, PrefillInputs, Problem, Runner, StepInputs
@@ -54,13 +53,11 @@ def supports(problem: Problem) -> str | None:
 
 
 def run(inputs: Inputs, out: Tensor | None = None, final_state: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Output in v's dtype and final state. What does not start at a multiple of 16 bytes goes to the Triton kernels,
-    and so do gradients.
-    """
+    """Output in v's dtype and final state. What does not start at a multiple of 16 bytes goes to the Triton kernels."""
     if inputs.problem.grad:
         from flash_kda.backends.triton.autograd import run_with_grad
 
-        return deliver(*run_with_grad(inputs, "hopper", _forward()), out, final_state)
+        return deliver(*run_with_grad(inputs, "hopper", _forward(), _backward()), out, final_state)
     return _forward()(inputs, out, final_state)
 
 
@@ -77,6 +74,19 @@ def _forward() -> Callable[[Inputs, Tensor | None, Tensor | None], tuple[Tensor,
     from flash_kda.backends.hopper.forward import forward
 
     return forward
+
+
+@cache
+def _backward() -> Callable[[Inputs, Tensor | None, Tensor | None], tuple[Tensor | None, ...]]:
+    from flash_kda.backends.hopper.backward import backward
+
+    return backward
+
+
+def gradients(inputs: Inputs, do: Tensor, dS: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Off the tape; see ``dispatch.Backend``."""
+    with torch.no_grad():
+        return _backward()(inputs, do, dS)
 
 
 def run_decode(call: DecodeInputs) -> tuple[Tensor, None]:

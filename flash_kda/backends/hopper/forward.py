@@ -24,7 +24,7 @@ from flash_kda.types import Inputs, Layout, Runner, Signature
 SCAN_BV = 16
 
 
-def _rows_of(call: Signature, name: str, block: tuple[int, int]) -> Matrix:
+def rows_of(call: Signature, name: str, block: tuple[int, int]) -> Matrix:
     """``[B, T, heads, size]`` as a matrix of a row per token."""
     layout = cast(Layout, call.layouts[name])
     B, T, heads, size = layout.shape
@@ -67,7 +67,7 @@ def describe(
         return Matrix("squares", chunks * 2 * C, 2 * C, 2 * C, (rows, 2 * C))
 
     which = common.ALL.value if bounded else common.EASY.value
-    prepared = {name: _rows_of(call, name, (C, BC.value)) for name in "qkg"} | {
+    prepared = {name: rows_of(call, name, (C, BC.value)) for name in "qkg"} | {
         "tiles": tiles(C, BC.value),
         "squares": squares(HALF.value),
     }
@@ -81,7 +81,7 @@ def describe(
         "end": tiles(C, K),
         "square": squares(2 * C),
         "decay": Matrix("decay", chunks, K, K, (1, K)),
-        "v": _rows_of(call, "v", (C, BV)),
+        "v": rows_of(call, "v", (C, BV)),
     }
     options = {"num_warps": 4} | ({} if config.walk_registers is None else {"maxnreg": config.walk_registers})
     walks = N

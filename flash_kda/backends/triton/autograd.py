@@ -9,25 +9,28 @@ import torch
 from torch import Tensor
 
 from flash_kda.backends.once import first_derivatives
-from flash_kda.backends.triton.backward import backward
+from flash_kda.backends.triton.backward import Found
+from flash_kda.backends.triton.backward import backward as triton_backward
 from flash_kda.backends.triton.forward import forward as triton_forward
 from flash_kda.types import Inputs, gate_parameters, with_parameters
 
 # Output and final states of a checked call, into the tensors given.
 Forward: TypeAlias = Callable[[Inputs, Tensor | None, Tensor | None], tuple[Tensor, Tensor | None]]
+# Gradients of a checked call from those of its results; see ``flash_kda.backends.triton.backward.backward``.
+Backward: TypeAlias = Callable[[Inputs, Tensor | None, Tensor | None], Found]
 
 
 class TapedKDA(torch.autograd.Function):
-    """Arguments: the backend's name and its forward, the call without its tensors, then q, k, v, g, beta, A_log,
-    dt_bias, initial_state, cu_seqlens.
+    """Arguments: the backend's name, its forward and its backward, the call without its tensors, then q, k, v, g, beta,
+    A_log, dt_bias, initial_state, cu_seqlens.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, backend: str, forward: Forward, call: Inputs, *tensors: Tensor | None
+        ctx: Any, backend: str, forward: Forward, backward: Backward, call: Inputs, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.backend, ctx.call = backend, call
+        ctx.backend, ctx.found, ctx.call = backend, backward, call
         ctx.save_for_backward(*tensors)
         return forward(with_tensors(call, tensors), None, None)
 
@@ -35,10 +38,10 @@ class TapedKDA(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dS: Tensor | None) -> tuple[Tensor | None, ...]:
         tensors: tuple[Tensor | None, ...] = ctx.saved_tensors
         with torch.no_grad():
-            grads = backward(with_tensors(ctx.call, tensors), do, dS)
-        wanted = ctx.needs_input_grad[3:]
+            grads = ctx.found(with_tensors(ctx.call, tensors), do, dS)
+        wanted = ctx.needs_input_grad[4:]
         grads = tuple(d if want else None for d, want in zip(grads, wanted, strict=False))
-        return None, None, None, *first_derivatives(ctx.backend, grads, (*tensors[:-1], do, dS)), None
+        return None, None, None, None, *first_derivatives(ctx.backend, grads, (*tensors[:-1], do, dS)), None
 
 
 def without_tensors(inputs: Inputs) -> Inputs:
@@ -55,10 +58,13 @@ def with_tensors(call: Inputs, tensors: tuple[Tensor | None, ...]) -> Inputs:
 
 
 def run_with_grad(
-    inputs: Inputs, backend: str = "triton", forward: Forward = triton_forward
+    inputs: Inputs,
+    backend: str = "triton",
+    forward: Forward = triton_forward,
+    backward: Backward = triton_backward,
 ) -> tuple[Tensor, Tensor | None]:
-    """Output and final states of a backend's forward on the tape; the gradients are those of the Triton backend."""
+    """Output and final states of a backend's forward on the tape."""
     x = inputs
     tensors = (x.q, x.k, x.v, x.g, x.beta, *gate_parameters(x.gate), x.initial_state, x.cu_seqlens)
-    o, S = TapedKDA.apply(backend, forward, without_tensors(x), *tensors)
+    o, S = TapedKDA.apply(backend, forward, backward, without_tensors(x), *tensors)
     return o, S

@@ -1,0 +1,398 @@
+"""Gradients of whole chunks on Hopper: see ``flash_kda.backends.triton.chunk_gradient``, whose equations these are.
+
+One warp copies ahead all that a chunk is made of; two warpgroups take its channels. Every tile of theirs is ``[K, C]``,
+tokens along the rows of accumulators: that is where products leave it, where their left operands are read from, and
+sums over tokens stay in a warp.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flash_kda.backends.hopper.common import pair, sequence_of_slot
+from flash_kda.backends.hopper.prepare import _locate as locate
+from flash_kda.backends.triton.chunk_gradient import _gate_gradient as gate_gradient
+from flash_kda.backends.triton.common import (
+    EASY,
+    L2NORM_EPS,
+    activated_beta,
+    at_least,
+    exp2,
+    log2_decay,
+    reciprocal,
+)
+from flash_kda.backends.triton.config import CHUNK
+
+C = gl.constexpr(CHUNK)
+# Warps that compute, and copies of q, k, g, do, dR and U in flight.
+WARPS, STAGES = gl.constexpr(8), gl.constexpr(2)
+# Tiles [K, C], as results and as left operands: the same registers.
+TOKENS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, CHUNK, 16]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, TOKENS, 2))
+OF_CHANNEL = gl.constexpr(gl.SliceLayout(1, TOKENS))
+OF_TOKEN = gl.constexpr(gl.SliceLayout(0, TOKENS))
+# [2 C, C]: dM above -dP.
+PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, CHUNK // 2, 16]))
+OUT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0]))
+STATE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0]))
+# Rows get 2^6 of what columns have too much: gradients of rows, which columns multiply, need the room.
+ROOM = gl.constexpr(6.0)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _add_both(a1, a2, b1, b2):
+    return a1 + b1, a2 + b2
+
+
+@gluon.jit
+def _is_taken(chunk, n, p_cu, p_hard, T, N, HV, CHUNKS_END, PACKED: gl.constexpr, CHUNKS: gl.constexpr):
+    """As ``locate``, and whether one anchor serves the chunk; the others are another launch's."""
+    n, is_used, row, last = locate(chunk, n, p_cu, T, N, HV, CHUNKS_END, PACKED)
+    is_easy = True
+    if CHUNKS == EASY:
+        is_easy = gl.load(p_hard + gl.minimum(chunk, CHUNKS_END - 1).to(gl.int64)) == 0
+    return n, is_used & is_easy, is_easy, row, last
+
+
+@gluon.jit
+def _load_chunks(
+    d_q, d_k, d_g, d_do, d_dR, d_U, d_states, d_dstates, p_cu, p_hard, T, N, HV, CHUNKS_END,
+    s_qkg, s_rows, s_U, s_S, s_dS, bar_ready, bar_free, bar_S_ready, bar_S_free,
+    K: gl.constexpr, V: gl.constexpr, PACKED: gl.constexpr, CHUNKS: gl.constexpr,
+):  # fmt: skip
+    """Copy every chunk of this program as soon as there is room."""
+    chunk = gl.program_id(0)
+    n = 0
+    if PACKED:
+        n = sequence_of_slot(p_cu, chunk // HV, N, C, 1)
+    stage = 0
+    phase = 0
+    phase_S = 0
+    while chunk < CHUNKS_END:
+        n, is_taken, is_easy, row, last = _is_taken(chunk, n, p_cu, p_hard, T, N, HV, CHUNKS_END, PACKED, CHUNKS)
+        if is_taken:
+            i_h = chunk % HV
+            mbarrier.wait(bar_free.index(stage), phase ^ 1)
+            bar = bar_ready.index(stage)
+            mbarrier.expect(bar, 3 * d_q.block_type.nbytes + 3 * d_U.block_type.nbytes)
+            tma.async_copy_global_to_shared(d_do, [row, i_h * V], bar, s_rows.index(stage).slice(0, C))
+            tma.async_copy_global_to_shared(d_dR, [row, i_h * V], bar, s_rows.index(stage).slice(C, C))
+            tma.async_copy_global_to_shared(d_U, [chunk * C, 0], bar, s_U.index(stage))
+            tma.async_copy_global_to_shared(d_k, [row, i_h * K], bar, s_qkg.index(3 * stage + 1))
+            tma.async_copy_global_to_shared(d_q, [row, i_h * K], bar, s_qkg.index(3 * stage))
+            tma.async_copy_global_to_shared(d_g, [row, i_h * K], bar, s_qkg.index(3 * stage + 2))
+            mbarrier.wait(bar_S_free.index(0), phase_S ^ 1)
+            bar = bar_S_ready.index(0)
+            mbarrier.expect(bar, 2 * d_states.block_type.nbytes)
+            tma.async_copy_global_to_shared(d_states, [chunk * V, 0], bar, s_S)
+            tma.async_copy_global_to_shared(d_dstates, [chunk * V, 0], bar, s_dS)
+            phase_S ^= 1
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+        chunk += gl.num_programs(0)
+
+
+@gluon.jit
+def _tile(s_x):
+    """``[C, K]`` in shared memory as ``[K, C]`` in TOKENS."""
+    return gl.convert_layout(s_x.permute((1, 0)).load(LEFT), TOKENS, assert_trivial=True).to(gl.float32)
+
+
+@gluon.jit
+def _left(x):
+    return gl.convert_layout(x.to(gl.bfloat16), LEFT, assert_trivial=True)
+
+
+@gluon.jit
+def _halves(x):
+    """Sums over the early and the late tokens of ``[K, C]``, in OF_CHANNEL."""
+    sums = gl.sum(gl.reshape(x, (x.shape[0], 2, C // 2)), 2)
+    early, late = gl.split(sums)
+    return gl.convert_layout(early, OF_CHANNEL), gl.convert_layout(late, OF_CHANNEL)
+
+
+@gluon.jit
+def _to_unit(x):
+    """The power of two that leaves the largest magnitude at least 1 and less than 2, and one over it."""
+    largest = gl.minimum(gl.maximum(gl.max(gl.max(gl.abs(x), 1), 0), 2.0**-100), 2.0**126)
+    exponent = largest.to(gl.int32, bitcast=True) & 0x7F800000
+    return exponent.to(gl.float32, bitcast=True), (0x7F000000 - exponent).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _store(s_x, x):
+    s_x.permute((1, 0)).store(x.to(gl.bfloat16))
+
+
+@gluon.jit
+def _chunk(
+    p_beta, p_A_log, p_dt_bias, p_dq, p_dk, p_dg, p_dbeta, p_dA_part, p_dbias_part, beta_t, beta_h,
+    row, last, chunk, HV, scale, lower_bound, s_qkg, s_rows, s_U, s_S, s_dS, s_squares, s_sums,
+    bar_ready, bar_S_ready, bar_S_free, stage, phase, phase_S,
+    K: gl.constexpr, V: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
+    NEG_EIGVAL: gl.constexpr, LEAST_BETA: gl.constexpr,
+):  # fmt: skip
+    """All gradients of one chunk whose tiles are, or soon will be, in the given stage of shared memory."""
+    i_h = chunk % HV
+    o_c = gl.arange(0, K, OF_CHANNEL)
+    o_t = gl.expand_dims(gl.arange(0, C, OF_TOKEN), 0)
+    valid = o_t <= last
+    zero = gl.zeros([K, C], gl.float32, TOKENS)
+    o_pair = gl.arange(0, 2 * C, gl.SliceLayout(1, PAIRS))
+    o_late = o_pair % C
+    i_beta = (row + gl.minimum(o_late, last)).to(gl.int64)
+    raw_beta = gl.load(p_beta + i_beta * beta_t + i_h * beta_h).to(gl.float32)
+    a = 1.0
+    if HAS_A_LOG:
+        a = gl.exp(gl.load(p_A_log + i_h))
+    bias = gl.zeros([K], gl.float32, OF_CHANNEL)
+    if HAS_DT_BIAS:
+        bias = gl.load(p_dt_bias + i_h * K + o_c)
+    bias = gl.expand_dims(bias, 1)
+
+    mbarrier.wait(bar_ready, phase)
+    s_rows = s_rows.index(stage)
+    s_U = s_U.index(stage)
+    s_do = s_rows.slice(0, C)
+    s_dR = s_rows.slice(C, C)
+    empty = gl.zeros([2 * C, C], gl.float32, PAIRS)
+    D = warpgroup_mma(s_rows, s_U.permute((1, 0)), empty, use_acc=False, is_async=True)
+    mbarrier.wait(bar_S_ready, phase_S)
+    dQ_plus = warpgroup_mma(s_S.permute((1, 0)), s_do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    minus_dK_plus = warpgroup_mma(s_S.permute((1, 0)), s_dR.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dK_end = warpgroup_mma(s_dS.permute((1, 0)), s_U.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+    S_dS = gl.sum(s_S.load(STATE).to(gl.float32) * s_dS.load(STATE).to(gl.float32), 0)
+    S_dS = gl.convert_layout(S_dS, OF_CHANNEL)
+    q = _tile(s_qkg.index(3 * stage))
+    k = _tile(s_qkg.index(3 * stage + 1))
+    if last < C - 1:
+        # The rows past the end are another sequence's.
+        q = gl.where(valid, q, 0.0)
+        k = gl.where(valid, k, 0.0)
+    q_squares, k_squares = gl.reduce((q * q, k * k), 0, _add_both)
+    rq = gl.expand_dims(gl.rsqrt(q_squares + L2NORM_EPS), 0)
+    rk = gl.expand_dims(gl.rsqrt(k_squares + L2NORM_EPS), 0)
+    q *= rq * scale
+    k *= rk
+    D, dQ_plus, minus_dK_plus, dK_end = warpgroup_mma_wait(0, deps=(D, dQ_plus, minus_dK_plus, dK_end))
+    gl.thread_barrier()
+    mbarrier.arrive(bar_S_free, count=1)
+    if last < C - 1:
+        dQ_plus = gl.where(valid, dQ_plus, 0.0)
+        minus_dK_plus = gl.where(valid, minus_dK_plus, 0.0)
+
+    # dM and dP as operands. The diagonal of dM, a token's own pair, has no decay; that of -dP is beta^2 times the
+    # gradient of beta: dR = beta W and U = beta (R - P U) row by row, and the gradient is W (R - P U).
+    row_of = gl.expand_dims(o_late, 1)
+    column = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, PAIRS)), 0)
+    is_P = gl.expand_dims(o_pair, 1) >= C
+    beta = at_least(activated_beta(raw_beta, True, NEG_EIGVAL), LEAST_BETA)
+    dbeta = gl.sum(gl.where(row_of == column, D, 0.0), 1) / beta / beta
+    if NEG_EIGVAL:
+        dbeta *= 2.0
+    z = exp2(-gl.abs(raw_beta) * 1.4426950408889634)
+    dbeta *= z / ((1.0 + z) * (1.0 + z))
+    p_to = p_dbeta + (row + o_late).to(gl.int64) * HV + i_h
+    gl.store(p_to, dbeta.to(p_dbeta.dtype.element_ty), mask=(o_pair >= C) & (o_late <= last))
+    is_pair = (column < row_of) | ((column == row_of) & (is_P == 0))
+    D = gl.where(is_pair & (row_of <= last), gl.where(is_P, -D, D), 0.0)
+    unit, over_unit = _to_unit(D)
+    s_squares.store((D * over_unit).to(gl.bfloat16))
+
+    # Decays from the chunk's middle to each token, and from its start and to its end.
+    g2 = log2_decay(_tile(s_qkg.index(3 * stage + 2)), a, bias, lower_bound, valid, GATE)
+    early, late = _halves(g2)
+    high, low = pair(g2)
+    from_mid = warpgroup_mma(_left(high), s_sums.index(0), zero, use_acc=False, is_async=True)
+    from_mid = warpgroup_mma(_left(low), s_sums.index(0), from_mid, is_async=True)
+    from_mid = warpgroup_mma_wait(0, deps=(from_mid,))
+    e_row = exp2(from_mid + ROOM)
+    e_column = reciprocal(e_row)
+    q_row = (q * e_row).to(gl.bfloat16)
+    k_row = (k * e_row).to(gl.bfloat16)
+    k_column = (k * e_column).to(gl.bfloat16)
+    fence_async_shared()
+    gl.thread_barrier()
+    s_M = s_squares.slice(0, C)
+    s_P = s_squares.slice(C, C)
+    dq_row = warpgroup_mma(_left(k_column), s_M.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dk_row = warpgroup_mma(_left(k_column), s_P.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dk_column = warpgroup_mma(_left(q_row), s_M, zero, use_acc=False, is_async=True)
+    dk_column = warpgroup_mma(_left(k_row), s_P, dk_column, is_async=True)
+    from_start = e_row * gl.expand_dims(exp2(early - ROOM), 1)
+    to_end = e_column * gl.expand_dims(exp2(late + ROOM), 1)
+    dQ_plus *= from_start
+    minus_dK_plus *= from_start
+    dK_end *= to_end
+    dG = dQ_plus * q - minus_dK_plus * k
+    of_end = dK_end * k
+    after = gl.sum(of_end, 1) + S_dS * exp2(early + late)
+    dG -= of_end
+    dk = dK_end - minus_dK_plus
+    dq_row, dk_row, dk_column = warpgroup_mma_wait(0, deps=(dq_row, dk_row, dk_column))
+    # A pair gives to the log decay of its row what it takes from that of its column. Both are made from the same
+    # rounded operands, so that in sums over time they cancel but for the sums' own rounding.
+    pairs = dq_row * q_row.to(gl.float32) + dk_row * k_row.to(gl.float32) - dk_column * k_column.to(gl.float32)
+    dG += pairs * unit
+    high, low = pair(dG)
+    dg = warpgroup_mma(_left(high), s_sums.index(1), zero, use_acc=False, is_async=True)
+    dg = warpgroup_mma(_left(low), s_sums.index(1), dg, is_async=True)
+    e_row *= unit
+    e_column *= unit
+    dq = (dQ_plus + dq_row * e_row) * scale
+    dk += dk_row * e_row + dk_column * e_column
+    q *= 1.0 / scale
+    q_dq, k_dk = gl.reduce((q * dq, k * dk), 0, _add_both)
+    dq = rq * (dq - q * gl.expand_dims(q_dq, 0))
+    dk = rk * (dk - k * gl.expand_dims(k_dk, 0))
+    dg = warpgroup_mma_wait(0, deps=(dg,))
+    dg += gl.expand_dims(after, 1)
+    draw, dA = gate_gradient(dg, g2, _tile(s_qkg.index(3 * stage + 2)), a, bias, lower_bound, GATE)
+    draw = gl.where(valid, draw, 0.0)
+    i_part = chunk.to(gl.int64) * K + o_c
+    if HAS_A_LOG:
+        gl.store(p_dA_part + i_part, gl.sum(gl.where(valid, dA, 0.0), 1))
+    if HAS_DT_BIAS:
+        gl.store(p_dbias_part + i_part, gl.sum(draw, 1))
+
+    # Each gradient takes the place of what it is the gradient of, on its way to rows.
+    gl.thread_barrier()
+    _store(s_qkg.index(3 * stage), dq)
+    _store(s_qkg.index(3 * stage + 1), dk)
+    _store(s_qkg.index(3 * stage + 2), draw)
+    gl.thread_barrier()
+    o_row = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, OUT)), 1)
+    o_k = gl.expand_dims(gl.arange(0, K, gl.SliceLayout(0, OUT)), 0)
+    o_out = ((row + o_row).to(gl.int64) * HV + i_h) * K + o_k
+    m_out = (o_row <= last) & (o_k < K)
+    gl.store(p_dq + o_out, s_qkg.index(3 * stage).load(OUT), mask=m_out)
+    gl.store(p_dk + o_out, s_qkg.index(3 * stage + 1).load(OUT), mask=m_out)
+    gl.store(p_dg + o_out, s_qkg.index(3 * stage + 2).load(OUT), mask=m_out)
+
+
+@gluon.jit
+def _take_chunks(
+    p_beta, p_A_log, p_dt_bias, p_cu, p_hard, p_dq, p_dk, p_dg, p_dbeta, p_dA_part, p_dbias_part, beta_t, beta_h,
+    T, N, HV, scale, lower_bound, CHUNKS_END,
+    s_qkg, s_rows, s_U, s_S, s_dS, s_squares, s_sums, bar_ready, bar_free, bar_S_ready, bar_S_free,
+    K: gl.constexpr, V: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
+    NEG_EIGVAL: gl.constexpr, PACKED: gl.constexpr, CHUNKS: gl.constexpr, LEAST_BETA: gl.constexpr,
+):  # fmt: skip
+    """The gradients of every chunk of this program."""
+    o_i = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, OUT)), 1)
+    o_j = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, OUT)), 0)
+    # The sum over tokens i of x_i times what stands at (i, j): from the middle to j, and from j to the end.
+    since = gl.where((o_i <= o_j) & (o_i >= C // 2), 1.0, 0.0)
+    until = gl.where((o_i > o_j) & (o_i < C // 2), 1.0, 0.0)
+    s_sums.index(0).store((since - until).to(gl.bfloat16))
+    s_sums.index(1).store(gl.where(o_i >= o_j, 1.0, 0.0).to(gl.bfloat16))
+    fence_async_shared()
+    gl.thread_barrier()
+    o_c = gl.arange(0, K, OF_CHANNEL)
+    chunk = gl.program_id(0)
+    n = 0
+    if PACKED:
+        n = sequence_of_slot(p_cu, chunk // HV, N, C, gl.num_warps())
+    n, is_taken, is_easy, row, last = _is_taken(chunk, n, p_cu, p_hard, T, N, HV, CHUNKS_END, PACKED, CHUNKS)
+    stage = 0
+    phase = 0
+    phase_S = 0
+    while chunk < CHUNKS_END:
+        following = chunk + gl.num_programs(0)
+        n, next_is_taken, next_is_easy, next_row, next_last = _is_taken(
+            following, n, p_cu, p_hard, T, N, HV, CHUNKS_END, PACKED, CHUNKS
+        )
+        if is_taken:
+            _chunk(
+                p_beta, p_A_log, p_dt_bias, p_dq, p_dk, p_dg, p_dbeta, p_dA_part, p_dbias_part, beta_t, beta_h,
+                row, last, chunk, HV, scale, lower_bound,
+                s_qkg, s_rows, s_U, s_S, s_dS, s_squares, s_sums,
+                bar_ready.index(stage), bar_S_ready.index(0), bar_S_free.index(0), stage, phase, phase_S,
+                K, V, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, LEAST_BETA,
+            )  # fmt: skip
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(bar_free.index(stage), count=1)
+            phase_S ^= 1
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+        elif is_easy:
+            i_part = chunk.to(gl.int64) * K + o_c
+            if HAS_A_LOG:
+                gl.store(p_dA_part + i_part, gl.zeros([K], gl.float32, OF_CHANNEL))
+            if HAS_DT_BIAS:
+                gl.store(p_dbias_part + i_part, gl.zeros([K], gl.float32, OF_CHANNEL))
+        chunk = following
+        is_taken = next_is_taken
+        is_easy = next_is_easy
+        row = next_row
+        last = next_last
+
+
+@gluon.jit(do_not_specialize=["T", "N", "HV", "lower_bound", "scale", "CHUNKS_END"])
+def gradient(
+    d_q, d_k, d_g, d_do, d_dR, d_U, d_states, d_dstates, p_beta, p_A_log, p_dt_bias, p_cu, p_hard,
+    p_dq, p_dk, p_dg, p_dbeta, p_dA_part, p_dbias_part, beta_t, beta_h,
+    T, N, HV, scale, lower_bound, CHUNKS_END,
+    K: gl.constexpr, V: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
+    NEG_EIGVAL: gl.constexpr, PACKED: gl.constexpr, CHUNKS: gl.constexpr, LEAST_BETA: gl.constexpr,
+):  # fmt: skip
+    """Every chunk whose number is this program's modulo the number of programs, if one anchor serves it.
+
+    Keys are normalised, beta is given as logits, and every value head has its own head of q and k.
+
+    Args:
+        d_q, d_k, d_g: descriptors of ``[B * T, HV * K]`` with blocks ``[C, K]``; d_do, d_dR: of ``[B * T, HV * V]``
+            with blocks ``[C, V]``; d_U: of ``[slots * HV * C, V]`` with blocks ``[C, V]``; d_states, d_dstates: of
+            ``[slots * HV * V, K]`` with blocks ``[V, K]``.
+        CHUNKS_END: number of chunks, slots x HV.
+        The others: see ``flash_kda.backends.triton.chunk_gradient.chunk_gradient``.
+    """
+    s_qkg = gl.allocate_shared_memory(gl.bfloat16, [3 * STAGES, C, K], d_q.layout)
+    s_rows = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * C, V], d_do.layout)
+    s_U = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, V], d_U.layout)
+    s_S = gl.allocate_shared_memory(gl.bfloat16, [V, K], d_states.layout)
+    s_dS = gl.allocate_shared_memory(gl.bfloat16, [V, K], d_dstates.layout)
+    SQUARES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
+    s_squares = gl.allocate_shared_memory(gl.bfloat16, [2 * C, C], SQUARES)
+    s_sums = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], SQUARES)
+    bar_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    bar_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    bar_S_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    bar_S_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(bar_ready.index(s), count=1)
+        mbarrier.init(bar_free.index(s), count=1)
+    mbarrier.init(bar_S_ready.index(0), count=1)
+    mbarrier.init(bar_S_free.index(0), count=1)
+    fence_async_shared()
+    gl.warp_specialize([
+        (_take_chunks, (
+            p_beta, p_A_log, p_dt_bias, p_cu, p_hard, p_dq, p_dk, p_dg, p_dbeta, p_dA_part, p_dbias_part,
+            beta_t, beta_h, T, N, HV, scale, lower_bound, CHUNKS_END,
+            s_qkg, s_rows, s_U, s_S, s_dS, s_squares, s_sums, bar_ready, bar_free, bar_S_ready, bar_S_free,
+            K, V, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, PACKED, CHUNKS, LEAST_BETA,
+        )),
+        (_load_chunks, (
+            d_q, d_k, d_g, d_do, d_dR, d_U, d_states, d_dstates, p_cu, p_hard, T, N, HV, CHUNKS_END,
+            s_qkg, s_rows, s_U, s_S, s_dS, bar_ready, bar_free, bar_S_ready, bar_S_free, K, V, PACKED, CHUNKS,
+        )),
+    ], [1], [24])  # fmt: skip
