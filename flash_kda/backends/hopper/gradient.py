@@ -18,11 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flash_kda.backends.hopper.common import pair, sequence_of_slot
-from flash_kda.backends.hopper.prepare import _locate as locate
+from flash_kda.backends.hopper.prepare import PLAIN, locate, to_float
 from flash_kda.backends.triton.chunk_gradient import _gate_gradient as gate_gradient
 from flash_kda.backends.triton.common import (
     EASY,
     L2NORM_EPS,
+    LOG2E,
     activated_beta,
     at_least,
     exp2,
@@ -42,14 +43,12 @@ OF_TOKEN = gl.constexpr(gl.SliceLayout(0, TOKENS))
 # [2 C, C]: dM above -dP.
 PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, CHUNK // 2, 16]))
 OUT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0]))
-STATE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0]))
+# Of the warp that copies.
+LANES = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
+# 64 values in every warp.
+PER_WARP = gl.constexpr(gl.BlockedLayout([2], [32], [WARPS], [0]))
 # Rows get 2^6 of what columns have too much: gradients of rows, which columns multiply, need the room.
 ROOM = gl.constexpr(6.0)
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
 
 
 @gluon.jit
@@ -58,22 +57,44 @@ def _add_both(a1, a2, b1, b2):
 
 
 @gluon.jit
-def _is_taken(chunk, n, p_cu, p_hard, T, N, HV, CHUNKS_END, PACKED: gl.constexpr, CHUNKS: gl.constexpr):
-    """As ``locate``, and whether one anchor serves the chunk; the others are another launch's."""
-    n, is_used, row, last = locate(chunk, n, p_cu, T, N, HV, CHUNKS_END, PACKED)
-    is_easy = True
-    if CHUNKS == EASY:
-        is_easy = gl.load(p_hard + gl.minimum(chunk, CHUNKS_END - 1).to(gl.int64)) == 0
-    return n, is_used & is_easy, is_easy, row, last
+def _add_both_and_max(a1, a2, a3, b1, b2, b3):
+    return a1 + b1, a2 + b2, gl.maximum(a3, b3)
+
+
+@gluon.jit
+def _announce(s_chunk, row, last, chunk, i_h):
+    """Tell the warps that compute which chunk a stage holds."""
+    o = gl.arange(0, 4, LANES)
+    s_chunk.store(gl.where(o < 2, gl.where(o == 0, row, last), gl.where(o == 2, chunk, i_h)))
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _announced(s_chunk):
+    """What :func:`_announce` was told."""
+    EVERYWHERE: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+    o = gl.arange(0, 4, EVERYWHERE)
+    x = s_chunk.load(EVERYWHERE)
+    row = gl.sum(gl.where(o == 0, x, 0), 0)
+    last = gl.sum(gl.where(o == 1, x, 0), 0)
+    chunk = gl.sum(gl.where(o == 2, x, 0), 0)
+    i_h = gl.sum(gl.where(o == 3, x, 0), 0)
+    return row, last, chunk, i_h
 
 
 @gluon.jit
 def _load_chunks(
-    d_q, d_k, d_g, d_do, d_dR, d_U, d_states, d_dstates, p_cu, p_hard, T, N, HV, CHUNKS_END,
-    s_qkg, s_rows, s_U, s_S, s_dS, bar_ready, bar_free, bar_S_ready, bar_S_free,
-    K: gl.constexpr, V: gl.constexpr, PACKED: gl.constexpr, CHUNKS: gl.constexpr,
+    d_q, d_k, d_g, d_do, d_dR, d_U, d_states, d_dstates, p_cu, p_hard, p_dA_part, p_dbias_part, T, N, HV, CHUNKS_END,
+    s_chunk, s_qk, s_g, s_rows, s_U, s_S, s_dS, bar_ready, bar_free, bar_S_ready, bar_S_free,
+    K: gl.constexpr, V: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr, PACKED: gl.constexpr,
+    CHUNKS: gl.constexpr,
 ):  # fmt: skip
-    """Copy every chunk of this program as soon as there is room."""
+    """Copy every chunk of this program that one anchor serves as soon as there is room; the others are another launch's.
+
+    Parts of sums over chunks are zero where a chunk holds no token.
+    """
+    zeros = gl.zeros([K], gl.float32, LANES)
+    o_c = gl.arange(0, K, LANES)
     chunk = gl.program_id(0)
     n = 0
     if PACKED:
@@ -82,18 +103,27 @@ def _load_chunks(
     phase = 0
     phase_S = 0
     while chunk < CHUNKS_END:
-        n, is_taken, is_easy, row, last = _is_taken(chunk, n, p_cu, p_hard, T, N, HV, CHUNKS_END, PACKED, CHUNKS)
+        n, is_taken, row, last = locate(chunk, n, p_cu, T, N, HV, CHUNKS_END, PACKED)
+        if is_taken == 0:
+            i_part = chunk.to(gl.int64) * K + o_c
+            if HAS_A_LOG:
+                gl.store(p_dA_part + i_part, zeros)
+            if HAS_DT_BIAS:
+                gl.store(p_dbias_part + i_part, zeros)
+        if CHUNKS == EASY:
+            is_taken = is_taken & (gl.load(p_hard + chunk.to(gl.int64)) == 0)
         if is_taken:
             i_h = chunk % HV
             mbarrier.wait(bar_free.index(stage), phase ^ 1)
+            _announce(s_chunk.index(stage), row, last, chunk, i_h)
             bar = bar_ready.index(stage)
             mbarrier.expect(bar, 3 * d_q.block_type.nbytes + 3 * d_U.block_type.nbytes)
             tma.async_copy_global_to_shared(d_do, [row, i_h * V], bar, s_rows.index(stage).slice(0, C))
             tma.async_copy_global_to_shared(d_dR, [row, i_h * V], bar, s_rows.index(stage).slice(C, C))
             tma.async_copy_global_to_shared(d_U, [chunk * C, 0], bar, s_U.index(stage))
-            tma.async_copy_global_to_shared(d_k, [row, i_h * K], bar, s_qkg.index(3 * stage + 1))
-            tma.async_copy_global_to_shared(d_q, [row, i_h * K], bar, s_qkg.index(3 * stage))
-            tma.async_copy_global_to_shared(d_g, [row, i_h * K], bar, s_qkg.index(3 * stage + 2))
+            tma.async_copy_global_to_shared(d_k, [row, i_h * K], bar, s_qk.index(stage).slice(C, C))
+            tma.async_copy_global_to_shared(d_q, [row, i_h * K], bar, s_qk.index(stage).slice(0, C))
+            tma.async_copy_global_to_shared(d_g, [row, i_h * K], bar, s_g.index(stage))
             mbarrier.wait(bar_S_free.index(0), phase_S ^ 1)
             bar = bar_S_ready.index(0)
             mbarrier.expect(bar, 2 * d_states.block_type.nbytes)
@@ -105,6 +135,9 @@ def _load_chunks(
                 stage = 0
                 phase ^= 1
         chunk += gl.num_programs(0)
+    mbarrier.wait(bar_free.index(stage), phase ^ 1)
+    _announce(s_chunk.index(stage), 0, -1, 0, 0)
+    mbarrier.arrive(bar_ready.index(stage), count=1)
 
 
 @gluon.jit
@@ -127,28 +160,22 @@ def _halves(x):
 
 
 @gluon.jit
-def _to_unit(x):
+def _unit(largest):
     """The power of two that leaves the largest magnitude at least 1 and less than 2, and one over it."""
-    largest = gl.minimum(gl.maximum(gl.max(gl.max(gl.abs(x), 1), 0), 2.0**-100), 2.0**126)
+    largest = gl.minimum(gl.maximum(largest, 2.0**-100), 2.0**126)
     exponent = largest.to(gl.int32, bitcast=True) & 0x7F800000
     return exponent.to(gl.float32, bitcast=True), (0x7F000000 - exponent).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def _store(s_x, x):
-    s_x.permute((1, 0)).store(x.to(gl.bfloat16))
-
-
-@gluon.jit
 def _chunk(
     p_beta, p_A_log, p_dt_bias, p_dq, p_dk, p_dg, p_dbeta, p_dA_part, p_dbias_part, beta_t, beta_h,
-    row, last, chunk, HV, scale, lower_bound, s_qkg, s_rows, s_U, s_S, s_dS, s_squares, s_sums,
-    bar_ready, bar_S_ready, bar_S_free, stage, phase, phase_S,
+    row, last, chunk, i_h, HV, scale, lower_bound, s_qk, s_g, s_rows, s_U, s_S, s_dS, s_squares, s_sums,
+    s_norms, s_largest, s_out, bar_free, bar_S_ready, bar_S_free, stage, phase_S,
     K: gl.constexpr, V: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
     NEG_EIGVAL: gl.constexpr, LEAST_BETA: gl.constexpr,
 ):  # fmt: skip
     """All gradients of one chunk whose tiles are, or soon will be, in the given stage of shared memory."""
-    i_h = chunk % HV
     o_c = gl.arange(0, K, OF_CHANNEL)
     o_t = gl.expand_dims(gl.arange(0, C, OF_TOKEN), 0)
     valid = o_t <= last
@@ -156,72 +183,73 @@ def _chunk(
     o_pair = gl.arange(0, 2 * C, gl.SliceLayout(1, PAIRS))
     o_late = o_pair % C
     i_beta = (row + gl.minimum(o_late, last)).to(gl.int64)
-    raw_beta = gl.load(p_beta + i_beta * beta_t + i_h * beta_h).to(gl.float32)
+    raw_beta = gl.load(p_beta + i_beta * beta_t + i_h * beta_h)
     a = 1.0
     if HAS_A_LOG:
-        a = gl.exp(gl.load(p_A_log + i_h))
+        a = gl.load(p_A_log + i_h)
     bias = gl.zeros([K], gl.float32, OF_CHANNEL)
     if HAS_DT_BIAS:
         bias = gl.load(p_dt_bias + i_h * K + o_c)
-    bias = gl.expand_dims(bias, 1)
 
-    mbarrier.wait(bar_ready, phase)
     s_rows = s_rows.index(stage)
     s_U = s_U.index(stage)
     s_do = s_rows.slice(0, C)
     s_dR = s_rows.slice(C, C)
+    s_qk = s_qk.index(stage)
+    s_q = s_qk.slice(0, C)
+    s_k = s_qk.slice(C, C)
+    s_g = s_g.index(stage)
     empty = gl.zeros([2 * C, C], gl.float32, PAIRS)
     D = warpgroup_mma(s_rows, s_U.permute((1, 0)), empty, use_acc=False, is_async=True)
+    # Their diagonals are the squares of q's and of k's rows.
+    by_q = warpgroup_mma(s_qk, s_q.permute((1, 0)), empty, use_acc=False, is_async=True)
+    by_k = warpgroup_mma(s_qk, s_k.permute((1, 0)), empty, use_acc=False, is_async=True)
     mbarrier.wait(bar_S_ready, phase_S)
     dQ_plus = warpgroup_mma(s_S.permute((1, 0)), s_do.permute((1, 0)), zero, use_acc=False, is_async=True)
     minus_dK_plus = warpgroup_mma(s_S.permute((1, 0)), s_dR.permute((1, 0)), zero, use_acc=False, is_async=True)
     dK_end = warpgroup_mma(s_dS.permute((1, 0)), s_U.permute((1, 0)), zero, use_acc=False, is_async=True)
 
-    S_dS = gl.sum(s_S.load(STATE).to(gl.float32) * s_dS.load(STATE).to(gl.float32), 0)
-    S_dS = gl.convert_layout(S_dS, OF_CHANNEL)
-    q = _tile(s_qkg.index(3 * stage))
-    k = _tile(s_qkg.index(3 * stage + 1))
+    # dM and dP as operands. The diagonal of dM, a token's own pair, has no decay; that of -dP is beta^2 times the
+    # gradient of beta: dR = beta W and U = beta (R - P U) row by row, and the gradient is W (R - P U).
+    D, by_q, by_k = warpgroup_mma_wait(3, deps=(D, by_q, by_k))
+    row_of = gl.expand_dims(o_late, 1)
+    column = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, PAIRS)), 0)
+    is_P = gl.expand_dims(o_pair, 1) >= C
+    own = column == row_of
+    diagonal = gl.where(own, D, 0.0)
+    squares = gl.where(own, gl.where(is_P, by_k, by_q), 0.0)
+    is_pair = (column < row_of) | (own & (is_P == 0))
+    D = gl.where(is_pair & (row_of <= last), gl.where(is_P, -D, D), 0.0)
+    of_beta, squares, largest = gl.reduce((diagonal, squares, gl.abs(D)), 1, _add_both_and_max)
+    s_norms.store(gl.rsqrt(squares + L2NORM_EPS))
+    s_largest.store(largest)
+    S_dS = zero
+    for v in gl.static_range(0, V, C):
+        S_dS += _tile(s_S.slice(v, C)) * _tile(s_dS.slice(v, C))
+    S_dS = gl.sum(S_dS, 1)
+    unit, over_unit = _unit(gl.max(s_largest.load(PER_WARP), 0))
+    s_squares.store((D * over_unit).to(gl.bfloat16))
+    rq = gl.expand_dims(s_norms.slice(0, C).load(OF_TOKEN), 0)
+    rk = gl.expand_dims(s_norms.slice(C, C).load(OF_TOKEN), 0)
+    q = _tile(s_q)
+    k = _tile(s_k)
     if last < C - 1:
         # The rows past the end are another sequence's.
         q = gl.where(valid, q, 0.0)
         k = gl.where(valid, k, 0.0)
-    q_squares, k_squares = gl.reduce((q * q, k * k), 0, _add_both)
-    rq = gl.expand_dims(gl.rsqrt(q_squares + L2NORM_EPS), 0)
-    rk = gl.expand_dims(gl.rsqrt(k_squares + L2NORM_EPS), 0)
     q *= rq * scale
     k *= rk
-    D, dQ_plus, minus_dK_plus, dK_end = warpgroup_mma_wait(0, deps=(D, dQ_plus, minus_dK_plus, dK_end))
-    gl.thread_barrier()
-    mbarrier.arrive(bar_S_free, count=1)
-    if last < C - 1:
-        dQ_plus = gl.where(valid, dQ_plus, 0.0)
-        minus_dK_plus = gl.where(valid, minus_dK_plus, 0.0)
-
-    # dM and dP as operands. The diagonal of dM, a token's own pair, has no decay; that of -dP is beta^2 times the
-    # gradient of beta: dR = beta W and U = beta (R - P U) row by row, and the gradient is W (R - P U).
-    row_of = gl.expand_dims(o_late, 1)
-    column = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, PAIRS)), 0)
-    is_P = gl.expand_dims(o_pair, 1) >= C
-    beta = at_least(activated_beta(raw_beta, True, NEG_EIGVAL), LEAST_BETA)
-    dbeta = gl.sum(gl.where(row_of == column, D, 0.0), 1) / beta / beta
-    if NEG_EIGVAL:
-        dbeta *= 2.0
-    z = exp2(-gl.abs(raw_beta) * 1.4426950408889634)
-    dbeta *= z / ((1.0 + z) * (1.0 + z))
-    p_to = p_dbeta + (row + o_late).to(gl.int64) * HV + i_h
-    gl.store(p_to, dbeta.to(p_dbeta.dtype.element_ty), mask=(o_pair >= C) & (o_late <= last))
-    is_pair = (column < row_of) | ((column == row_of) & (is_P == 0))
-    D = gl.where(is_pair & (row_of <= last), gl.where(is_P, -D, D), 0.0)
-    unit, over_unit = _to_unit(D)
-    s_squares.store((D * over_unit).to(gl.bfloat16))
 
     # Decays from the chunk's middle to each token, and from its start and to its end.
-    g2 = log2_decay(_tile(s_qkg.index(3 * stage + 2)), a, bias, lower_bound, valid, GATE)
+    if HAS_A_LOG:
+        a = gl.exp(a)
+    bias = gl.expand_dims(bias, 1)
+    g2 = log2_decay(_tile(s_g), a, bias, lower_bound, valid, GATE)
     early, late = _halves(g2)
     high, low = pair(g2)
     from_mid = warpgroup_mma(_left(high), s_sums.index(0), zero, use_acc=False, is_async=True)
     from_mid = warpgroup_mma(_left(low), s_sums.index(0), from_mid, is_async=True)
-    from_mid = warpgroup_mma_wait(0, deps=(from_mid,))
+    from_mid, dQ_plus, minus_dK_plus, dK_end = warpgroup_mma_wait(0, deps=(from_mid, dQ_plus, minus_dK_plus, dK_end))
     e_row = exp2(from_mid + ROOM)
     e_column = reciprocal(e_row)
     q_row = (q * e_row).to(gl.bfloat16)
@@ -229,6 +257,10 @@ def _chunk(
     k_column = (k * e_column).to(gl.bfloat16)
     fence_async_shared()
     gl.thread_barrier()
+    mbarrier.arrive(bar_S_free, count=1)
+    if last < C - 1:
+        dQ_plus = gl.where(valid, dQ_plus, 0.0)
+        minus_dK_plus = gl.where(valid, minus_dK_plus, 0.0)
     s_M = s_squares.slice(0, C)
     s_P = s_squares.slice(C, C)
     dq_row = warpgroup_mma(_left(k_column), s_M.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -248,7 +280,7 @@ def _chunk(
     dq_row, dk_row, dk_column = warpgroup_mma_wait(0, deps=(dq_row, dk_row, dk_column))
     # A pair gives to the log decay of its row what it takes from that of its column. Both are made from the same
     # rounded operands, so that in sums over time they cancel but for the sums' own rounding.
-    pairs = dq_row * q_row.to(gl.float32) + dk_row * k_row.to(gl.float32) - dk_column * k_column.to(gl.float32)
+    pairs = dq_row * to_float(q_row) + dk_row * to_float(k_row) - dk_column * to_float(k_column)
     dG += pairs * unit
     high, low = pair(dG)
     dg = warpgroup_mma(_left(high), s_sums.index(1), zero, use_acc=False, is_async=True)
@@ -263,38 +295,50 @@ def _chunk(
     dk = rk * (dk - k * gl.expand_dims(k_dk, 0))
     dg = warpgroup_mma_wait(0, deps=(dg,))
     dg += gl.expand_dims(after, 1)
-    draw, dA = gate_gradient(dg, g2, _tile(s_qkg.index(3 * stage + 2)), a, bias, lower_bound, GATE)
+    draw, dA = gate_gradient(dg, g2, _tile(s_g), a, bias, lower_bound, GATE)
     draw = gl.where(valid, draw, 0.0)
+    dA = gl.sum(gl.where(valid, dA, 0.0), 1)
+    dbias = gl.sum(draw, 1)
+
+    gl.thread_barrier()
+    mbarrier.arrive(bar_free, count=1)
+    s_out.index(0).permute((1, 0)).store(dq.to(gl.bfloat16))
+    s_out.index(1).permute((1, 0)).store(dk.to(gl.bfloat16))
+    s_out.index(2).permute((1, 0)).store(draw.to(gl.bfloat16))
+    raw_beta = raw_beta.to(gl.float32)
+    beta = at_least(activated_beta(raw_beta, True, NEG_EIGVAL), LEAST_BETA)
+    dbeta = of_beta / beta / beta
+    if NEG_EIGVAL:
+        dbeta *= 2.0
+    z = exp2(-gl.abs(raw_beta) * LOG2E)
+    dbeta *= z / ((1.0 + z) * (1.0 + z))
+    gl.thread_barrier()
+    p_to = p_dbeta + (row + o_late).to(gl.int64) * HV + i_h
+    gl.store(p_to, dbeta.to(p_dbeta.dtype.element_ty), mask=(o_pair >= C) & (o_late <= last))
     i_part = chunk.to(gl.int64) * K + o_c
     if HAS_A_LOG:
-        gl.store(p_dA_part + i_part, gl.sum(gl.where(valid, dA, 0.0), 1))
+        gl.store(p_dA_part + i_part, dA)
     if HAS_DT_BIAS:
-        gl.store(p_dbias_part + i_part, gl.sum(draw, 1))
-
-    # Each gradient takes the place of what it is the gradient of, on its way to rows.
-    gl.thread_barrier()
-    _store(s_qkg.index(3 * stage), dq)
-    _store(s_qkg.index(3 * stage + 1), dk)
-    _store(s_qkg.index(3 * stage + 2), draw)
-    gl.thread_barrier()
+        gl.store(p_dbias_part + i_part, dbias)
     o_row = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, OUT)), 1)
     o_k = gl.expand_dims(gl.arange(0, K, gl.SliceLayout(0, OUT)), 0)
     o_out = ((row + o_row).to(gl.int64) * HV + i_h) * K + o_k
     m_out = (o_row <= last) & (o_k < K)
-    gl.store(p_dq + o_out, s_qkg.index(3 * stage).load(OUT), mask=m_out)
-    gl.store(p_dk + o_out, s_qkg.index(3 * stage + 1).load(OUT), mask=m_out)
-    gl.store(p_dg + o_out, s_qkg.index(3 * stage + 2).load(OUT), mask=m_out)
+    gl.store(p_dq + o_out, s_out.index(0).load(OUT), mask=m_out)
+    gl.store(p_dk + o_out, s_out.index(1).load(OUT), mask=m_out)
+    gl.store(p_dg + o_out, s_out.index(2).load(OUT), mask=m_out)
 
 
 @gluon.jit
 def _take_chunks(
-    p_beta, p_A_log, p_dt_bias, p_cu, p_hard, p_dq, p_dk, p_dg, p_dbeta, p_dA_part, p_dbias_part, beta_t, beta_h,
-    T, N, HV, scale, lower_bound, CHUNKS_END,
-    s_qkg, s_rows, s_U, s_S, s_dS, s_squares, s_sums, bar_ready, bar_free, bar_S_ready, bar_S_free,
+    p_beta, p_A_log, p_dt_bias, p_dq, p_dk, p_dg, p_dbeta, p_dA_part, p_dbias_part, beta_t, beta_h,
+    HV, scale, lower_bound,
+    s_chunk, s_qk, s_g, s_rows, s_U, s_S, s_dS, s_squares, s_sums, s_norms, s_largest, s_out,
+    bar_ready, bar_free, bar_S_ready, bar_S_free,
     K: gl.constexpr, V: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
-    NEG_EIGVAL: gl.constexpr, PACKED: gl.constexpr, CHUNKS: gl.constexpr, LEAST_BETA: gl.constexpr,
+    NEG_EIGVAL: gl.constexpr, LEAST_BETA: gl.constexpr,
 ):  # fmt: skip
-    """The gradients of every chunk of this program."""
+    """The gradients of every chunk of this program that is announced."""
     o_i = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, OUT)), 1)
     o_j = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, OUT)), 0)
     # The sum over tokens i of x_i times what stands at (i, j): from the middle to j, and from j to the end.
@@ -304,47 +348,26 @@ def _take_chunks(
     s_sums.index(1).store(gl.where(o_i >= o_j, 1.0, 0.0).to(gl.bfloat16))
     fence_async_shared()
     gl.thread_barrier()
-    o_c = gl.arange(0, K, OF_CHANNEL)
-    chunk = gl.program_id(0)
-    n = 0
-    if PACKED:
-        n = sequence_of_slot(p_cu, chunk // HV, N, C, gl.num_warps())
-    n, is_taken, is_easy, row, last = _is_taken(chunk, n, p_cu, p_hard, T, N, HV, CHUNKS_END, PACKED, CHUNKS)
     stage = 0
     phase = 0
     phase_S = 0
-    while chunk < CHUNKS_END:
-        following = chunk + gl.num_programs(0)
-        n, next_is_taken, next_is_easy, next_row, next_last = _is_taken(
-            following, n, p_cu, p_hard, T, N, HV, CHUNKS_END, PACKED, CHUNKS
-        )
-        if is_taken:
-            _chunk(
-                p_beta, p_A_log, p_dt_bias, p_dq, p_dk, p_dg, p_dbeta, p_dA_part, p_dbias_part, beta_t, beta_h,
-                row, last, chunk, HV, scale, lower_bound,
-                s_qkg, s_rows, s_U, s_S, s_dS, s_squares, s_sums,
-                bar_ready.index(stage), bar_S_ready.index(0), bar_S_free.index(0), stage, phase, phase_S,
-                K, V, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, LEAST_BETA,
-            )  # fmt: skip
-            fence_async_shared()
-            gl.thread_barrier()
-            mbarrier.arrive(bar_free.index(stage), count=1)
-            phase_S ^= 1
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
-        elif is_easy:
-            i_part = chunk.to(gl.int64) * K + o_c
-            if HAS_A_LOG:
-                gl.store(p_dA_part + i_part, gl.zeros([K], gl.float32, OF_CHANNEL))
-            if HAS_DT_BIAS:
-                gl.store(p_dbias_part + i_part, gl.zeros([K], gl.float32, OF_CHANNEL))
-        chunk = following
-        is_taken = next_is_taken
-        is_easy = next_is_easy
-        row = next_row
-        last = next_last
+    mbarrier.wait(bar_ready.index(0), 0)
+    row, last, chunk, i_h = _announced(s_chunk.index(0))
+    while last >= 0:
+        _chunk(
+            p_beta, p_A_log, p_dt_bias, p_dq, p_dk, p_dg, p_dbeta, p_dA_part, p_dbias_part, beta_t, beta_h,
+            row, last, chunk, i_h, HV, scale, lower_bound,
+            s_qk, s_g, s_rows, s_U, s_S, s_dS, s_squares, s_sums, s_norms, s_largest, s_out,
+            bar_free.index(stage), bar_S_ready.index(0), bar_S_free.index(0), stage, phase_S,
+            K, V, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, LEAST_BETA,
+        )  # fmt: skip
+        phase_S ^= 1
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+        mbarrier.wait(bar_ready.index(stage), phase)
+        row, last, chunk, i_h = _announced(s_chunk.index(stage))
 
 
 @gluon.jit(do_not_specialize=["T", "N", "HV", "lower_bound", "scale", "CHUNKS_END"])
@@ -366,7 +389,8 @@ def gradient(
         CHUNKS_END: number of chunks, slots x HV.
         The others: see ``flash_kda.backends.triton.chunk_gradient.chunk_gradient``.
     """
-    s_qkg = gl.allocate_shared_memory(gl.bfloat16, [3 * STAGES, C, K], d_q.layout)
+    s_qk = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * C, K], d_q.layout)
+    s_g = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], d_g.layout)
     s_rows = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * C, V], d_do.layout)
     s_U = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, V], d_U.layout)
     s_S = gl.allocate_shared_memory(gl.bfloat16, [V, K], d_states.layout)
@@ -374,6 +398,12 @@ def gradient(
     SQUARES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
     s_squares = gl.allocate_shared_memory(gl.bfloat16, [2 * C, C], SQUARES)
     s_sums = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], SQUARES)
+    # Of each stage: first row, index of the last token, chunk and head.
+    s_chunk = gl.allocate_shared_memory(gl.int32, [STAGES, 4], PLAIN)
+    # Of the rows of q and then k: one over their norms. Of the rows of dM and then dP: largest magnitudes.
+    s_norms = gl.allocate_shared_memory(gl.float32, [2 * C], PLAIN)
+    s_largest = gl.allocate_shared_memory(gl.float32, [2 * C], PLAIN)
+    s_out = gl.allocate_shared_memory(gl.bfloat16, [4, C, K], d_q.layout)
     bar_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     bar_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     bar_S_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
@@ -386,13 +416,15 @@ def gradient(
     fence_async_shared()
     gl.warp_specialize([
         (_take_chunks, (
-            p_beta, p_A_log, p_dt_bias, p_cu, p_hard, p_dq, p_dk, p_dg, p_dbeta, p_dA_part, p_dbias_part,
-            beta_t, beta_h, T, N, HV, scale, lower_bound, CHUNKS_END,
-            s_qkg, s_rows, s_U, s_S, s_dS, s_squares, s_sums, bar_ready, bar_free, bar_S_ready, bar_S_free,
-            K, V, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, PACKED, CHUNKS, LEAST_BETA,
+            p_beta, p_A_log, p_dt_bias, p_dq, p_dk, p_dg, p_dbeta, p_dA_part, p_dbias_part, beta_t, beta_h,
+            HV, scale, lower_bound,
+            s_chunk, s_qk, s_g, s_rows, s_U, s_S, s_dS, s_squares, s_sums, s_norms, s_largest, s_out,
+            bar_ready, bar_free, bar_S_ready, bar_S_free,
+            K, V, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, LEAST_BETA,
         )),
         (_load_chunks, (
-            d_q, d_k, d_g, d_do, d_dR, d_U, d_states, d_dstates, p_cu, p_hard, T, N, HV, CHUNKS_END,
-            s_qkg, s_rows, s_U, s_S, s_dS, bar_ready, bar_free, bar_S_ready, bar_S_free, K, V, PACKED, CHUNKS,
+            d_q, d_k, d_g, d_do, d_dR, d_U, d_states, d_dstates, p_cu, p_hard, p_dA_part, p_dbias_part,
+            T, N, HV, CHUNKS_END, s_chunk, s_qk, s_g, s_rows, s_U, s_S, s_dS,
+            bar_ready, bar_free, bar_S_ready, bar_S_free, K, V, HAS_A_LOG, HAS_DT_BIAS, PACKED, CHUNKS,
         )),
     ], [1], [24])  # fmt: skip

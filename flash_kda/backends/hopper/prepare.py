@@ -118,7 +118,7 @@ def _fetch(d_q, d_k, d_g, row, column_qk, column, c, s_q, s_k, s_g, bar, stage):
 
 
 @gluon.jit
-def _float(x):
+def to_float(x):
     """bfloat16 to float32, two in two instructions."""
     return gl.inline_asm_elementwise(
         "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], gl.float32, is_pure=True, pack=2
@@ -192,7 +192,7 @@ def _store_rows(d_squares, row, left, right, s_rows):
 
 
 @gluon.jit
-def _locate(chunk, n, p_cu, T, N, HV, CHUNKS_END, PACKED: gl.constexpr):
+def locate(chunk, n, p_cu, T, N, HV, CHUNKS_END, PACKED: gl.constexpr):
     """Where a chunk lies: its sequence, whether it holds tokens, its first row of B * T, and its last token's index.
 
     ``n`` is the sequence of an earlier chunk, from which the search goes on.
@@ -259,7 +259,7 @@ def prepare_warp(
     n = 0
     if PACKED:
         n = sequence_of_slot(p_cu, chunk // HV, N, C, 1)
-    n, is_used, row, last = _locate(chunk, n, p_cu, T, N, HV, CHUNKS_END, PACKED)
+    n, is_used, row, last = locate(chunk, n, p_cu, T, N, HV, CHUNKS_END, PACKED)
     phase = 0
     if is_used:
         i_h = chunk % HV
@@ -267,7 +267,7 @@ def prepare_warp(
             _fetch(d_q, d_k, d_g, row, i_h // GROUP * K, i_h * K, s * BC, s_q, s_k, s_g, bar, s)
     while chunk < CHUNKS_END:
         next_chunk = chunk + gl.num_programs(0)
-        n, next_is_used, next_row, next_last = _locate(next_chunk, n, p_cu, T, N, HV, CHUNKS_END, PACKED)
+        n, next_is_used, next_row, next_last = locate(next_chunk, n, p_cu, T, N, HV, CHUNKS_END, PACKED)
         i_h = chunk % HV
         next_h = next_chunk % HV
         chunk64 = chunk.to(gl.int64)
@@ -307,7 +307,7 @@ def prepare_warp(
                 x_q = s_q.index(block)
                 x_k = s_k.index(block)
                 x_g = s_g.index(block)
-                g_raw = _float(x_g.load(RIGHT))
+                g_raw = to_float(x_g.load(RIGHT))
                 g2 = log2_decay(g_raw, a, gl.expand_dims(bias, 0), lower_bound, o_token <= last, GATE)
                 if HAS_DT_BIAS:
                     bias = gl.load(p_dt_bias + i_h * K + gl.minimum(block + 1, BLOCKS - 1) * BC + o_gate)
@@ -318,10 +318,10 @@ def prepare_warp(
                 o_d = gl.expand_dims(gl.arange(0, BC, gl.SliceLayout(0, early.type.layout)), 0)
                 gl.store(p_decay + chunk64 * K + block * BC + o_d + o_8 * 0, exp2(early + late), mask=o_8 == 0)
                 e = exp2(from_mid)
-                k = _float(x_k.load(LEFT)) * rk
+                k = to_float(x_k.load(LEFT)) * rk
                 k_row = k * e
                 k_column = k * reciprocal(e)
-                q_row = _float(x_q.load(LEFT)) * rq * e
+                q_row = to_float(x_q.load(LEFT)) * rq * e
                 x_k.store(_scaled(k_row, -exp2(early)))
                 x_q.store(_scaled(q_row, exp2(early) * scale))
                 x_g.store(_scaled(k_column, exp2(late)))
