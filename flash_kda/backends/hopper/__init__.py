@@ -43,7 +43,7 @@ def supports(problem: Problem) -> str | None:
     tokens, sequences = p.B * p.T, max(1, p.N or p.B)
     if tokens <= 2 * CHUNK * sequences:
         return f"pays off from three chunks of {CHUNK} tokens per sequence on; there are {tokens} and {sequences}"
-    if (tokens // CHUNK + 1 + sequences) * (p.HV or p.H) * 3 * CHUNK >= 2**31 or tokens >= 2**31:
+    if (tokens // CHUNK + 1 + sequences) * (p.HV or p.H) * max(3 * CHUNK, p.V) >= 2**31 or tokens >= 2**31:
         return "numbers the rows of its workspace with 32 bits, and there are more"
     if torch.cuda.get_device_capability() != CAPABILITY:
         return f"is made for compute capability 9.0; this GPU has {torch.cuda.get_device_capability()}"

@@ -1,67 +1,70 @@
-"""One backward call on Hopper: that of the Triton backend, with the gradients of whole chunks by a kernel of its own."""
+"""One backward call on Hopper: the launches of the Triton backend's, by kernels of its own where it has them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 from torch import Tensor
 
-from flash_kda.backends.hopper.forward import rows_of
+from flash_kda.backends.hopper.config import BV, PREPARE_PROGRAMS, configure_walks
+from flash_kda.backends.hopper.forward import preparation, prepared, rows_of
 from flash_kda.backends.hopper.gradient import WARPS, gradient
+from flash_kda.backends.hopper.walks import walks
 from flash_kda.backends.triton import backward as portable
 from flash_kda.backends.triton.backward import CHUNKS, WALKS, Found, Half
-from flash_kda.backends.triton.chunk_gradient import chunk_gradient
-from flash_kda.backends.triton.common import HARD
 from flash_kda.backends.triton.config import Config, Device, configure
 from flash_kda.backends.triton.forward import Written, device_facts, slots
 from flash_kda.backends.triton.launch import Launch, Matrix, Plan
 from flash_kda.types import Inputs, Signature
 
 
-def supports(call: Signature, config: Config) -> bool:
-    """Whether the kernel takes a call that the backend takes: no grouped heads, V = 64 or 128, rows in 32 bits."""
-    p = call.problem
-    return (p.HV or p.H) == p.H and p.V in (64, 128) and slots(p, config.C) * p.H * p.V < 2**31
-
-
 def describe(call: Signature, config: Config, device: Device, of_dS: Written | None) -> tuple[Half, Half]:
-    """See ``portable.describe_backward``; of the chunks' gradients those that one anchor serves are made here."""
+    """See ``portable.describe_backward``. Chunks that no anchor serves, and whose heads share q and k, are its own."""
     p, C = call.problem, config.C
-    first, (scratch, launches) = portable.describe_backward(call, config, of_dS)
-    chunks = slots(p, C) * p.H
-    rows = (p.B * p.T, p.H * p.V, p.H * p.V, (C, p.V))
-    states = (chunks * p.V, p.K, p.K, (p.V, p.K))
-    matrices = {name: rows_of(call, name, (C, p.K)) for name in "qkg"} | {
-        "do": Matrix("do", *rows),
-        "dR": Matrix("dR", *rows),
-        "U": Matrix("U", chunks * C, p.V, p.V, (C, p.V)),
-        "states": Matrix("states", *states),
-        "dstates": Matrix("dstates", *states),
+    HV, N = p.HV or p.H, p.N or p.B
+    (tiles, first), (parts, second) = portable.describe_backward(call, config, of_dS)
+    chunks = slots(p, C) * HV
+    rows = (p.B * p.T, HV * p.V, HV * p.V)
+    of_states = (chunks * p.V, p.K, p.K)
+    of_U = (chunks * C, p.V, p.V)
+
+    walking = configure_walks(2 * N * HV * p.V // BV, device)
+    # The launches of a half are given the same values.
+    given = {**first[-1].values, "STAGES": walking.stages}
+    matrices = prepared(call, config) | {
+        "do": Matrix("do", *rows, (C, BV)),
+        "dv": Matrix("dv", *rows, (C, BV)),
+        "states": Matrix("states", *of_states, (BV, p.K)),
+        "dstates": Matrix("dstates", *of_states, (BV, p.K)),
+        "U": Matrix("U", *of_U, (C, BV)),
     }
+    prepare_all = preparation(call, config, given, PREPARE_PROGRAMS * device.multiprocessors)
+    walk_all = Launch(walks, walking.programs, given, walking.options, matrices)
+    if p.H != HV or p.V not in (64, 128):
+        return (tiles, [*prepare_all, walk_all]), (parts, second)
 
-    def own(launch: Launch) -> Launch:
-        if launch.kernel is not chunk_gradient or launch.values["CHUNKS"] == HARD.value:
-            return launch
-        programs = min(chunks, device.multiprocessors)
-        given = {**launch.values, "CHUNKS_END": chunks}
-        return replace(
-            launch, kernel=gradient, programs=programs, values=given, options={"num_warps": WARPS.value}, matrices=matrices
-        )
-
-    return first, (scratch, [own(x) for x in launches])
+    matrices = {name: rows_of(call, name, (C, p.K)) for name in "qkg"} | {
+        "do": Matrix("do", *rows, (C, p.V)),
+        "dR": Matrix("dR", *rows, (C, p.V)),
+        "states": Matrix("states", *of_states, (p.V, p.K)),
+        "dstates": Matrix("dstates", *of_states, (p.V, p.K)),
+        "U": Matrix("U", *of_U, (C, p.V)),
+    }
+    given = {**second[0].values, "CHUNKS_END": chunks}
+    options = {"num_warps": WARPS.value}
+    most = Launch(gradient, min(chunks, device.multiprocessors), given, options, matrices)
+    return (tiles, [*prepare_all, walk_all]), (parts, [most, *second[1:]])
 
 
 @lru_cache(maxsize=1024)
 def plan(call: Signature, of_dS: Written | None) -> tuple[Plan, Plan]:
     """See ``portable.plan``."""
     device = device_facts(call.device.index)
-    config = configure(call.problem, device)
-    if not supports(call, config):
-        return portable.plan(call, of_dS)
-    first, second = describe(call, config, device, of_dS)
-    walks = Plan(call.device, WALKS, *first)
-    return walks, Plan(call.device, CHUNKS, *second, otherwise=lambda: portable.plan(call, of_dS)[1])
+    first, second = describe(call, configure(call.problem, device), device, of_dS)
+    return (
+        Plan(call.device, WALKS, *first, otherwise=lambda: portable.plan(call, of_dS)[0]),
+        Plan(call.device, CHUNKS, *second, otherwise=lambda: portable.plan(call, of_dS)[1]),
+    )
 
 
 def backward(inputs: Inputs, do: Tensor | None, dS: Tensor | None) -> Found:

@@ -74,3 +74,27 @@ def configure(problem: Problem, device: Device) -> HopperConfig:
         # Two warpgroups share the tiles that they both read.
         return HopperConfig(prepare_programs, parts=2, stages=4, walk_registers=None)
     return HopperConfig(prepare_programs, parts=1, stages=2, walk_registers=128)
+
+
+@dataclass(frozen=True)
+class WalksConfig:
+    """How the walks of the backward are launched.
+
+    Attributes:
+        programs: of one warpgroup each. stages: chunks in flight. registers: as ``walk_registers`` of the forward.
+    """
+
+    programs: int
+    stages: int
+    registers: int | None
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"num_warps": 4} | ({} if self.registers is None else {"maxnreg": self.registers})
+
+
+def configure_walks(programs: int, device: Device) -> WalksConfig:
+    """Two programs share a multiprocessor where there are more of them than multiprocessors."""
+    if programs <= device.multiprocessors:
+        return WalksConfig(programs, stages=4, registers=None)
+    return WalksConfig(programs, stages=2, registers=128)

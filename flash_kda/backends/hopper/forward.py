@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import cast
 
@@ -31,6 +32,52 @@ def rows_of(call: Signature, name: str, block: tuple[int, int]) -> Matrix:
     return Matrix(name, B * T, heads * size, layout.strides[1], block)
 
 
+def preparation(
+    call: Signature, portable: triton_config.Config, values: Mapping[str, object], programs: int
+) -> list[Launch]:
+    """The launches that prepare all chunks, as so many programs at most."""
+    C, chunks = portable.C, _chunks(call, portable)
+    bounded = call.problem.gate == "lower_bound"
+    given = {**values, "SEGMENTS": 1, "CHUNKS_END": chunks}  # rows of tiles are in the order of time
+    which = common.ALL.value if bounded else common.EASY.value
+    matrices = {name: rows_of(call, name, (C, BC.value)) for name in "qkg"} | {
+        "tiles": _tiles(call, portable, C, BC.value),
+        "squares": _squares(call, portable, HALF.value),
+    }
+    launches = [Launch(prepare_warp, min(chunks, programs), given | {"CHUNKS": which}, {"num_warps": 1}, matrices)]
+    if not bounded:
+        own = {"CHUNKS": common.HARD.value, "BC": portable.hard_BC}
+        launches.append(Launch(prepare, chunks, given | own, {"num_warps": portable.prepare_warps}))
+    return launches
+
+
+def prepared(call: Signature, portable: triton_config.Config) -> dict[str, Matrix]:
+    """What a walk copies of what was prepared, and of v."""
+    C, K = portable.C, call.problem.K
+    return {
+        "kq": _tiles(call, portable, 2 * C, K),
+        "end": _tiles(call, portable, C, K),
+        "square": _squares(call, portable, 2 * C),
+        "decay": Matrix("decay", _chunks(call, portable), K, K, (1, K)),
+        "v": rows_of(call, "v", (C, BV)),
+    }
+
+
+def _chunks(call: Signature, portable: triton_config.Config) -> int:
+    p = call.problem
+    return triton_forward.slots(p, portable.C) * (p.HV or p.H)
+
+
+def _tiles(call: Signature, portable: triton_config.Config, rows: int, columns: int) -> Matrix:
+    K = call.problem.K
+    return Matrix("tiles", _chunks(call, portable) * 3 * portable.C, K, K, (rows, columns))
+
+
+def _squares(call: Signature, portable: triton_config.Config, rows: int) -> Matrix:
+    width = 2 * portable.C
+    return Matrix("squares", _chunks(call, portable) * width, width, width, (rows, width))
+
+
 def describe(
     call: Signature, config: HopperConfig, portable: triton_config.Config, out: Written, final: Written | None
 ) -> tuple[Scratch, list[Launch]]:
@@ -40,49 +87,23 @@ def describe(
     p = call.problem
     K, C = p.K, portable.C
     HV, N = p.HV or p.H, p.N or p.B
-    chunks = triton_forward.slots(p, C) * HV
-    bounded = p.gate == "lower_bound"
+    chunks = _chunks(call, portable)
     scratch = {
         "tiles": (chunks * 3 * C * K, torch.bfloat16),
         "squares": (chunks * 2 * portable.square_elements, torch.bfloat16),
         "decay": (chunks * K, torch.float32),
-        "hard": (0 if bounded else chunks, torch.int8),
+        "hard": (0 if p.gate == "lower_bound" else chunks, torch.int8),
         "maps": (0 if config.segment is None else segments(p, config.segment) * HV * 2 * K * K, torch.float32),
     }
     values = triton_forward.values(call, portable, out, final) | {
-        # Rows of tiles are in the order of time.
-        "SEGMENTS": 1,
-        "CHUNKS_END": chunks,
         "STAGES": config.stages,
         "PARTS": config.parts,
         "SEGMENT": config.segment or 0,
         "MODE": WHOLE.value if config.segment is None else APPLY.value,
         "SCAN_BV": SCAN_BV,
     }
-
-    def tiles(rows: int, columns: int) -> Matrix:
-        return Matrix("tiles", chunks * 3 * C, K, K, (rows, columns))
-
-    def squares(rows: int) -> Matrix:
-        return Matrix("squares", chunks * 2 * C, 2 * C, 2 * C, (rows, 2 * C))
-
-    which = common.ALL.value if bounded else common.EASY.value
-    prepared = {name: rows_of(call, name, (C, BC.value)) for name in "qkg"} | {
-        "tiles": tiles(C, BC.value),
-        "squares": squares(HALF.value),
-    }
-    programs = min(chunks, config.prepare_programs)
-    launches = [Launch(prepare_warp, programs, values | {"CHUNKS": which}, {"num_warps": 1}, prepared)]
-    if not bounded:
-        own = {"CHUNKS": common.HARD.value, "BC": portable.hard_BC}
-        launches.append(Launch(prepare, chunks, values | own, {"num_warps": portable.prepare_warps}))
-    walked = {
-        "kq": tiles(2 * C, K),
-        "end": tiles(C, K),
-        "square": squares(2 * C),
-        "decay": Matrix("decay", chunks, K, K, (1, K)),
-        "v": rows_of(call, "v", (C, BV)),
-    }
+    launches = preparation(call, portable, values, config.prepare_programs)
+    walked = prepared(call, portable)
     options = {"num_warps": 4} | ({} if config.walk_registers is None else {"maxnreg": config.walk_registers})
     walks = N
     if config.segment is not None:

@@ -11,7 +11,16 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from flash_kda.backends.hopper.common import pair, sequence_of_slot
-from flash_kda.backends.triton.common import EASY, L2NORM_EPS, activated_beta, exp2, first_slot, log2_decay, reciprocal
+from flash_kda.backends.triton.common import (
+    EASY,
+    L2NORM_EPS,
+    activated_beta,
+    at_least,
+    exp2,
+    first_slot,
+    log2_decay,
+    reciprocal,
+)
 from flash_kda.backends.triton.config import CHUNK
 
 # Tokens of a chunk and of the blocks that it is inverted by; channels at a time.
@@ -165,6 +174,11 @@ def _unit_inverse(L, s_x):
 
 
 @gluon.jit
+def _beta(raw, NEG_EIGVAL: gl.constexpr, LEAST_BETA: gl.constexpr):
+    return at_least(activated_beta(raw.to(gl.float32), True, NEG_EIGVAL), LEAST_BETA)
+
+
+@gluon.jit
 def _columns(s_x):
     """``[C]`` as rows ``[1, 16]`` of its two halves."""
     return gl.expand_dims(s_x.slice(0, HALF).load(COLUMN), 0), gl.expand_dims(s_x.slice(HALF, HALF).load(COLUMN), 0)
@@ -224,7 +238,7 @@ def prepare_warp(
     beta_t, beta_h, o_t, o_h,
     T, N, HV, GROUP, scale, lower_bound, CHUNKS_END,
     K: gl.constexpr, V: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
-    NEG_EIGVAL: gl.constexpr, PACKED: gl.constexpr, CHUNKS: gl.constexpr,
+    NEG_EIGVAL: gl.constexpr, PACKED: gl.constexpr, CHUNKS: gl.constexpr, LEAST_BETA: gl.constexpr,
 ):  # fmt: skip
     """Every chunk whose number is this program's modulo the number of programs.
 
@@ -293,7 +307,7 @@ def prepare_warp(
             s_rk.slice(HALF, HALF).store(rk2)
             s_rq.slice(0, HALF).store(rq1)
             s_rq.slice(HALF, HALF).store(rq2)
-            s_beta.store(gl.where(o_lane <= last, activated_beta(beta.to(gl.float32), True, NEG_EIGVAL), 0.0))
+            s_beta.store(gl.where(o_lane <= last, _beta(beta, NEG_EIGVAL, LEAST_BETA), 0.0))
             rk = gl.expand_dims(s_rk.load(gl.SliceLayout(1, LEFT)), 1)
             rq = gl.expand_dims(s_rq.load(gl.SliceLayout(1, LEFT)), 1)
             hard = i_h * 0
