@@ -61,6 +61,7 @@ bench-gpu: $(READY)  ## measure speed and accuracy on a GPU, beside the peers th
 	$(FLASH_KDA) bench prefill --gates strong --gates slow --gates softplus
 	$(FLASH_KDA) bench decode
 	$(FLASH_KDA) bench train --gates strong --gates slow --gates softplus
+	$(FLASH_KDA) bench scale
 	$(FLASH_KDA) accuracy
 	$(FLASH_KDA) accuracy --dtype float32
 

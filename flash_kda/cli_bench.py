@@ -58,7 +58,7 @@ def _measured(action: Callable[[], int]) -> int:
 
 
 def run_bench(op: str, out: Path | None, append: bool, **choice: Any) -> int:
-    """`bench prefill`, `bench decode` and `bench train`; see the functions of ``flash_kda.bench.commands``."""
+    """`bench prefill`, `decode`, `train` and `scale`; see the functions of ``flash_kda.bench.commands``."""
 
     def action() -> int:
         from flash_kda.bench import commands
@@ -92,7 +92,7 @@ def run_accuracy(out: Path | None, picture: Path | None, **choice: Any) -> int:
 
 
 def add_bench(app: "typer.Typer") -> None:
-    """`bench prefill`, `bench decode`, `bench train` and `bench report`."""
+    """`bench prefill`, `decode`, `train`, `scale` and `report`."""
     import typer
 
     bench = typer.Typer(help="Measure speed on a GPU, and put results into a document.", no_args_is_help=True)
@@ -155,6 +155,18 @@ def add_bench(app: "typer.Typer") -> None:
         kinds = [name.value for name in gates or []]
         choice = {"cases": case or [], "gates": kinds, "backends": backend or [], "peers": peers}
         guarded(lambda: run_bench("train", out, append, **choice))
+
+    @bench.command()
+    def scale(
+        case: Annotated[list[str] | None, typer.Option(help="Case, such as 1x65536-h8; may be repeated.")] = None,
+        gates: Annotated[list[GatesName] | None, typer.Option(help="Kind of gates; may be repeated.")] = None,
+        backend: Annotated[list[str] | None, typer.Option(help="Backend of ours; may be repeated.")] = None,
+        append: Annotated[bool, typer.Option("--append", help="Keep the file's other rows.")] = False,
+        out: Annotated[Path | None, typer.Option(help="JSON file; benchmarks/results/scale-GPU.json if none.")] = None,
+    ) -> None:
+        """Time one sequence of 8,192 to 1,048,576 tokens and a skewed batch on a GPU, and measure their workspace."""
+        choice = {"cases": case or [], "gates": [name.value for name in gates or []], "backends": backend or []}
+        guarded(lambda: run_bench("scale", out, append, **choice))
 
     @bench.command()
     def report(

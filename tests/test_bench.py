@@ -50,7 +50,7 @@ GPU_META = {"command": "c", "date": "d", "gpu": "NVIDIA H200", "driver": "1", "t
 
 
 def test_names_say_what_a_case_is() -> None:
-    for op in ("prefill", "decode", "train"):
+    for op in ("prefill", "decode", "train", "scale"):
         assert len(shapes.cases(op)) == sum(case.op == op for case in shapes.CASES) > 0, f"{op}: a name twice"
     for case in shapes.CASES:
         heads = re.search(r"-h(\d+)$", case.name)
@@ -64,6 +64,9 @@ def test_names_say_what_a_case_is() -> None:
         elif case.name.startswith("mixed6-8192-"):
             assert case.lengths == (1300, 547, 2048, 963, 271, 3063)
             assert case.batch == (1, 8192)
+        elif case.name.startswith("skewed64-73600-"):
+            assert sorted(case.lengths) == [128] * 63 + [65536]
+            assert case.batch == (1, 73600)
         else:
             count, tokens = map(int, case.name.split("-")[0].split("x"))
             assert case.lengths == (tokens,) * count
@@ -546,7 +549,7 @@ def test_details_of_prefill() -> None:
 
 def test_only_one_operation_makes_a_table() -> None:
     for rows in ([], [prefill_row(), {"op": "accuracy"}], [{"op": "other"}]):
-        with pytest.raises(ValueError, match="expected rows of prefill, of decode, of train or of accuracy"):
+        with pytest.raises(ValueError, match="expected rows of prefill, of decode, of train, of scale or of accuracy"):
             report.summary(rows)
 
 

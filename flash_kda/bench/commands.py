@@ -14,6 +14,7 @@ from flash_kda.bench import accuracy as judging
 from flash_kda.bench import decode as decoding
 from flash_kda.bench import prefill as timing
 from flash_kda.bench import report, shapes
+from flash_kda.bench import scale as scaling
 from flash_kda.bench import train as training
 
 RESULTS = Path("benchmarks", "results")
@@ -56,6 +57,8 @@ def show(rows: Sequence[report.Row], title: str) -> None:
     if not console.is_terminal:
         console = Console(width=WIDE)
     console.print(report.terminal_table(title, *report.summary(rows)))
+    for line in report.remarks(rows):
+        say(f"{line}.")
     if console.width >= WIDE:
         console.print(report.terminal_table("Details", *report.details(rows)))
 
@@ -145,6 +148,28 @@ def train(
     return _measure("train", given, out, append, lambda keep: training.run(options, say, keep))
 
 
+def scale(
+    out: Path | None, append: bool, *, cases: Sequence[str], gates: Sequence[str], backends: Sequence[str]
+) -> int:
+    """Measure how time and memory grow with the sequence, write the rows and show them.
+
+    Args:
+        out, append: as for :func:`prefill`.
+        cases, gates, backends: names; none means all cases, strong gates and the backend of choice.
+    """
+    given = [*(f"--case {name}" for name in cases), *(f"--gates {name}" for name in gates)]
+    given += [f"--backend {name}" for name in backends]
+    names = chosen(cases, list(shapes.cases("scale")), "--case")
+    wanted = chosen(gates or ("strong",), shapes.GATES, "--gates")
+    backends = chosen(backends or ["auto"], ["auto", *flash_kda.BACKENDS], "--backend")
+    require_gpu("bench scale", "There is no other use for its figures.")
+    options = scaling.Options(names, tuple(kind for kind in shapes.GATES if kind in wanted), backends)
+    return _measure("scale", given, out, append, lambda keep: scaling.run(options, say, keep))
+
+
+TITLES = {"scale": "ns per token / bytes of workspace per token and head"}
+
+
 def _measure(
     op: str, given: Sequence[str], out: Path | None, append: bool, run: Callable[[report.Keep], list[report.Row]]
 ) -> int:
@@ -169,7 +194,7 @@ def _measure(
         rows = run(keep)
     except NotImplementedError as error:
         raise Refused(str(error)) from error
-    show(rows, f"{op.capitalize()}, ms (multiples of the floor), {meta['gpu']}")
+    show(rows, f"{op.capitalize()}, {TITLES.get(op, 'ms (multiples of the floor)')}, {meta['gpu']}")
     say(f"Results: {path}")
     return 0
 
