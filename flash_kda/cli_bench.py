@@ -80,13 +80,13 @@ def run_bench_report(files: list[Path], document: Path) -> int:
     return _measured(action)
 
 
-def run_accuracy(out: Path | None, picture: Path | None, **choice: Any) -> int:
+def run_accuracy(out: Path | None, picture: Path | None, append: bool, **choice: Any) -> int:
     """`accuracy`; see ``flash_kda.bench.commands.accuracy``."""
 
     def action() -> int:
         from flash_kda.bench import commands
 
-        return commands.accuracy(out, picture, **choice)
+        return commands.accuracy(out, picture, append, **choice)
 
     return _measured(action)
 
@@ -196,6 +196,7 @@ def add_accuracy(app: "typer.Typer") -> None:
         against_peers: Annotated[
             bool, typer.Option("--against-peers", help="Also allow no more than the better of FLA and FlashKDA.")
         ] = False,
+        append: Annotated[bool, typer.Option("--append", help="Keep the file's other rows.")] = False,
         out: Annotated[Path | None, typer.Option(help="JSON file; in benchmarks/results if none.")] = None,
         picture: Annotated[Path | None, typer.Option(help="PNG file with the distributions of errors.")] = None,
     ) -> None:
@@ -204,6 +205,7 @@ def add_accuracy(app: "typer.Typer") -> None:
             lambda: run_accuracy(
                 out,
                 picture,
+                append,
                 dtype=dtype.value,
                 device=device.value,
                 backend=backend,

@@ -567,6 +567,11 @@ def test_summary_of_accuracy() -> None:
     assert columns == ("setting", "layout", "flash_kda triton", "fla chunk_kda", "FlashKDA*")
     assert cells == [("gate -8", "six", "0.003 / 0.003", "0.003 / 0.003", "0.00517 / 0.00887")]
     assert "FlashKDA*" not in report.summary(accuracy_rows(tokens=100))[0]
+    assert report.remarks(accuracy_rows()) == []
+    drift = [{**row, "setting": "decay 0.99992", "spans": [1e-3, 2.5e-3]} for row in accuracy_rows(tokens=2**20)]
+    line = "RMSE ratio of the output in 2 equal parts of 1048576 tokens: 0.001, 0.0025"
+    assert report.remarks(drift)[0] == f"decay 0.99992, six, flash_kda triton: {line}"
+    assert f"- decay 0.99992, six, fla chunk_kda: {line}.\n" in report.markdown(GPU_META, drift, "x.png")
     columns, cells = report.details(accuracy_rows())
     assert len(columns) == len(cells[0]) == 12
     assert dict(zip(columns, cells[0], strict=True))["output max"] == "6.00e-03"
@@ -683,11 +688,20 @@ def test_accuracy_on_the_cpu(tmp_path: Path) -> None:
     assert str(tmp_path) not in out.read_text()
     assert picture.read_bytes().startswith(PNG)
     assert f"{rows[0]['output']['ratio']:.3g}" in result.output
+    result = invoke(*common, "--drift", "80", "--append")
+    assert result.exit_code == 0, result.output
+    assert "decay 0.99992, one, flash_kda cpu: RMSE ratio of the output in 8 equal parts of 80 tokens" in result.output
+    settings = [row["setting"] for row in report.read(out)[1]]
+    assert settings == ["gate -8", "gate -8", "decay 0.99992"]
+    meta, rows = report.read(out)
+    report.write(out, {**meta, "gpu": "another"}, rows)
+    assert "gpu another there, no GPU now" in refused(*common, "--append")
     result = invoke(*common, "--limit", "1e-9")
     assert result.exit_code == 1
     assert "beyond what is allowed: gate -8, one: output" in result.output
     assert "runs on CUDA devices" in refused(*common, "--backend", "triton")
-    assert "a.png: File exists" in refused(*common[:-1], str(picture / "x.json"))
+    assert "x.json: [Errno 17] File exists" in refused(*common[:-1], str(picture / "x.json"))
+    assert "x.png: Not a directory" in refused(*common, "--picture", str(out / "x.png"))
 
 
 def test_prefill_command(tmp_path: Path, without_gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

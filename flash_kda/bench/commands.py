@@ -180,6 +180,18 @@ def _measure(
     """
     meta = report.describe(" ".join([f"flash-kda bench {op}", *given]))
     path = out or RESULTS / f"{op}-{report.gpu_slug(meta['gpu'])}.json"
+    keep = _keeper(path, meta, append)
+    try:
+        rows = run(keep)
+    except NotImplementedError as error:
+        raise Refused(str(error)) from error
+    show(rows, f"{op.capitalize()}, {TITLES.get(op, 'ms (multiples of the floor)')}, {meta['gpu']}")
+    say(f"Results: {path}")
+    return 0
+
+
+def _keeper(path: Path, meta: report.Meta, append: bool) -> report.Keep:
+    """What writes rows to a results file, beside its other rows if ``append``; refused before anything is measured."""
 
     def keep(rows: list[report.Row]) -> None:
         report.write(path, meta, report.merge(path, meta, rows) if append else rows)
@@ -190,13 +202,7 @@ def _measure(
         path.parent.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         raise Refused(f"--out {path}: {error}") from error
-    try:
-        rows = run(keep)
-    except NotImplementedError as error:
-        raise Refused(str(error)) from error
-    show(rows, f"{op.capitalize()}, {TITLES.get(op, 'ms (multiples of the floor)')}, {meta['gpu']}")
-    say(f"Results: {path}")
-    return 0
+    return keep
 
 
 def publish(files: Sequence[Path], document: Path) -> int:
@@ -212,6 +218,7 @@ def publish(files: Sequence[Path], document: Path) -> int:
 def accuracy(
     out: Path | None,
     picture: Path | None,
+    append: bool,
     *,
     dtype: str,
     device: str,
@@ -226,7 +233,8 @@ def accuracy(
     """Compare with float64, write the rows and show them; 1 if an error is beyond what is allowed, otherwise 0.
 
     Args:
-        out: results file; None names it after dtype and device. picture: PNG file to draw; None draws none.
+        out: results file; None names it after dtype and device. append: keep its other rows.
+        picture: PNG file to draw; None draws none.
         limit: largest RMSE ratio of output and of final state; None takes the dtype's.
         The others: as in ``flash_kda.bench.accuracy.Options`` and ``judge``.
     """
@@ -239,12 +247,13 @@ def accuracy(
     command += f" --drift {drift}" + ("" if peers else " --no-peers")
     meta = report.describe(command + "".join(f" --setting {shlex.quote(name)}" for name in settings), device)
     path = out or RESULTS / f"accuracy-{dtype}-{report.gpu_slug(meta['gpu']) if device == 'cuda' else 'cpu'}.json"
+    keep = _keeper(path, meta, append)
     try:
         rows = judging.run(options, say)
     except NotImplementedError as error:
         raise Refused(str(error)) from error
     try:
-        report.write(path, meta, rows)
+        keep(rows)
         if picture is not None:
             from flash_kda.bench import plots
 
