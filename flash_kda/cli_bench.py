@@ -148,13 +148,14 @@ def add_bench(app: "typer.Typer") -> None:
         gates: Annotated[list[GatesName] | None, typer.Option(help="Kind of gates; may be repeated.")] = None,
         backend: Annotated[list[str] | None, typer.Option(help="Backend of ours; may be repeated.")] = None,
         peers: Annotated[bool, typer.Option(help="Whether to measure FLA in the same run.")] = True,
+        first_call: Annotated[bool, typer.Option("--first-call", help="Also time first calls (slow).")] = False,
         append: Annotated[bool, typer.Option("--append", help="Keep the file's other rows.")] = False,
         out: Annotated[Path | None, typer.Option(help="JSON file; benchmarks/results/train-GPU.json if none.")] = None,
     ) -> None:
         """Time forward and backward on a GPU, and their memory, beside FLA and the floor of moving the bytes."""
         kinds = [name.value for name in gates or []]
         choice = {"cases": case or [], "gates": kinds, "backends": backend or [], "peers": peers}
-        guarded(lambda: run_bench("train", out, append, **choice))
+        guarded(lambda: run_bench("train", out, append, first_call=first_call, **choice))
 
     @bench.command()
     def scale(
