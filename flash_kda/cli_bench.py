@@ -97,6 +97,13 @@ def add_bench(app: "typer.Typer") -> None:
 
     bench = typer.Typer(help="Measure speed on a GPU, and put results into a document.", no_args_is_help=True)
     app.add_typer(bench, name="bench")
+    _add_forward(bench)
+    _add_others(bench)
+
+
+def _add_forward(bench: "typer.Typer") -> None:
+    """Those of the forward: `prefill`, `decode` and `scale`."""
+    import typer
 
     @bench.command()
     def prefill(
@@ -143,6 +150,23 @@ def add_bench(app: "typer.Typer") -> None:
         guarded(lambda: run_bench("decode", out, append, **choice))
 
     @bench.command()
+    def scale(
+        case: Annotated[list[str] | None, typer.Option(help="Case, such as 1x65536-h8; may be repeated.")] = None,
+        gates: Annotated[list[GatesName] | None, typer.Option(help="Kind of gates; may be repeated.")] = None,
+        backend: Annotated[list[str] | None, typer.Option(help="Backend of ours; may be repeated.")] = None,
+        append: Annotated[bool, typer.Option("--append", help="Keep the file's other rows.")] = False,
+        out: Annotated[Path | None, typer.Option(help="JSON file; benchmarks/results/scale-GPU.json if none.")] = None,
+    ) -> None:
+        """Time one sequence of 8,192 to 1,048,576 tokens and a skewed batch on a GPU, and measure their workspace."""
+        choice = {"cases": case or [], "gates": [name.value for name in gates or []], "backends": backend or []}
+        guarded(lambda: run_bench("scale", out, append, **choice))
+
+
+def _add_others(bench: "typer.Typer") -> None:
+    """`train` and `report`."""
+    import typer
+
+    @bench.command()
     def train(
         case: Annotated[list[str] | None, typer.Option(help="Case, such as 1x8192-h32; may be repeated.")] = None,
         gates: Annotated[list[GatesName] | None, typer.Option(help="Kind of gates; may be repeated.")] = None,
@@ -156,18 +180,6 @@ def add_bench(app: "typer.Typer") -> None:
         kinds = [name.value for name in gates or []]
         choice = {"cases": case or [], "gates": kinds, "backends": backend or [], "peers": peers}
         guarded(lambda: run_bench("train", out, append, first_call=first_call, **choice))
-
-    @bench.command()
-    def scale(
-        case: Annotated[list[str] | None, typer.Option(help="Case, such as 1x65536-h8; may be repeated.")] = None,
-        gates: Annotated[list[GatesName] | None, typer.Option(help="Kind of gates; may be repeated.")] = None,
-        backend: Annotated[list[str] | None, typer.Option(help="Backend of ours; may be repeated.")] = None,
-        append: Annotated[bool, typer.Option("--append", help="Keep the file's other rows.")] = False,
-        out: Annotated[Path | None, typer.Option(help="JSON file; benchmarks/results/scale-GPU.json if none.")] = None,
-    ) -> None:
-        """Time one sequence of 8,192 to 1,048,576 tokens and a skewed batch on a GPU, and measure their workspace."""
-        choice = {"cases": case or [], "gates": [name.value for name in gates or []], "backends": backend or []}
-        guarded(lambda: run_bench("scale", out, append, **choice))
 
     @bench.command()
     def report(
