@@ -18,7 +18,7 @@ endif
 WORKERS := -n auto --maxprocesses 8 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-gpu bench-gpu bench-cpu
+.PHONY: help venv demo test test-gpu sanitize bench-gpu bench-cpu
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -57,10 +57,14 @@ test: $(READY)  ## check style and types, then run every test; those that need a
 test-gpu: $(READY)  ## run the tests that need a GPU, and only these
 	$(PY) -m pytest -m gpu -n 8
 
+sanitize: $(READY)  ## run every configuration under compute-sanitizer, memcheck and racecheck, on a GPU
+	$(PY) tests/sanitize.py
+
 bench-gpu: $(READY)  ## measure speed and accuracy on a GPU, beside the peers that are installed
 	$(FLASH_KDA) bench prefill --gates strong --gates slow --gates softplus
 	$(FLASH_KDA) bench decode
 	$(FLASH_KDA) bench train --gates strong --gates slow --gates softplus
+	$(FLASH_KDA) bench scale
 	$(FLASH_KDA) accuracy
 	$(FLASH_KDA) accuracy --dtype float32
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +37,7 @@ from flash_kda.bench import (
     published,
     report,
     shapes,
+    train,
 )
 from flash_kda.checks import check
 from flash_kda.reference import decay, kda_chunk, kda_recurrent
@@ -50,7 +53,7 @@ GPU_META = {"command": "c", "date": "d", "gpu": "NVIDIA H200", "driver": "1", "t
 
 
 def test_names_say_what_a_case_is() -> None:
-    for op in ("prefill", "decode", "train"):
+    for op in ("prefill", "decode", "train", "scale"):
         assert len(shapes.cases(op)) == sum(case.op == op for case in shapes.CASES) > 0, f"{op}: a name twice"
     for case in shapes.CASES:
         heads = re.search(r"-h(\d+)$", case.name)
@@ -64,6 +67,9 @@ def test_names_say_what_a_case_is() -> None:
         elif case.name.startswith("mixed6-8192-"):
             assert case.lengths == (1300, 547, 2048, 963, 271, 3063)
             assert case.batch == (1, 8192)
+        elif case.name.startswith("skewed64-73600-"):
+            assert sorted(case.lengths) == [128] * 63 + [65536]
+            assert case.batch == (1, 73600)
         else:
             count, tokens = map(int, case.name.split("-")[0].split("x"))
             assert case.lengths == (tokens,) * count
@@ -480,6 +486,63 @@ def test_a_peers_failure_is_news_and_ours_is_a_fault(without_gpu: list[str], mon
         prefill.run(options, without_gpu.append, lambda rows: None)
 
 
+class FirstCalls:
+    """Stands for the processes of first calls: 9 seconds with an empty cache, 2 with what the first left there."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status = status
+        self.commands: list[list[str]] = []
+
+    def __call__(self, command: list[str], *, env: dict[str, str], **options: Any) -> subprocess.CompletedProcess[str]:
+        self.commands.append(command)
+        left = Path(env["TRITON_CACHE_DIR"], "kernel")
+        seconds = 2.0 if left.exists() else 9.0
+        left.touch()
+        assert str(Path(flash_kda.__file__).parents[1]) in env["PYTHONPATH"].split(os.pathsep)
+        assert options["timeout"] == first_call.TIMEOUT_S
+        text = f'a warning\n{{"seconds": {seconds}}}\nlast words\n'
+        return subprocess.CompletedProcess(command, self.status, text if not self.status else "", "no such kernel")
+
+
+@pytest.mark.parametrize(("op", "case"), [("prefill", "1x512-h64"), ("train", "1x8192-h64")])
+def test_first_calls(
+    op: str, case: str, tmp_path: Path, without_gpu: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their times join the rows of the file that they are appended to; without them the row is there all the same."""
+    monkeypatch.setattr(train, "inputs", lambda case, gates: [shapes.make(SMALL, gates, "cpu")])
+    monkeypatch.setattr(train, "refuse_untrainable", lambda options, device: None)
+    monkeypatch.setattr(commands, "require_gpu", lambda command, otherwise: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    out = tmp_path / "x.json"
+    other = {"op": op, "case": "another", "gates": "strong", "impl": "flash_kda", "backend": "hopper", "work": ""}
+    report.write(out, report.describe("before"), [other])
+    common = ("bench", op, "--case", case, "--gates", "strong", "--no-peers", "--append", "--out", str(out))
+    calls = FirstCalls()
+    processes = SimpleNamespace(run=calls, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(first_call, "subprocess", processes)
+    result = invoke(*common, "--first-call")
+    assert result.exit_code == 0, result.output
+    meta, rows = report.read(out)
+    assert meta["command"].endswith("--no-peers --first-call")
+    assert rows[0] == other
+    assert (rows[1]["first_call_s"], rows[1]["first_call_cached_s"]) == (9.0, 2.0)
+    assert "first call 9.0 s, again 2.0 s" in result.output
+    command = calls.commands[0]
+    assert calls.commands == [command] * 2
+    assert command[1:7] == ["-m", "flash_kda.bench.first_call", "--op", op, "--case", case]
+    processes.run = FirstCalls(status=1)
+    result = invoke(*common, "--first-call")
+    assert result.exit_code == 0, result.output
+    assert "the first call failed with status 1: no such kernel" in result.output
+    assert "first_call_s" not in report.read(out)[1][1]
+
+
+def test_a_first_call_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_call, "TIMEOUT_S", 0.01)
+    with pytest.raises(RuntimeError, match=r"took more than 0\.01 s"):
+        first_call.first_call(shapes.cases("prefill")["1x512-h64"], "strong", peers.Ours())
+
+
 # --- results, tables, pictures ----------------------------------------------------------------------------------------
 
 
@@ -546,7 +609,7 @@ def test_details_of_prefill() -> None:
 
 def test_only_one_operation_makes_a_table() -> None:
     for rows in ([], [prefill_row(), {"op": "accuracy"}], [{"op": "other"}]):
-        with pytest.raises(ValueError, match="expected rows of prefill, of decode, of train or of accuracy"):
+        with pytest.raises(ValueError, match="expected rows of prefill, of decode, of train, of scale or of accuracy"):
             report.summary(rows)
 
 
@@ -564,6 +627,11 @@ def test_summary_of_accuracy() -> None:
     assert columns == ("setting", "layout", "flash_kda triton", "fla chunk_kda", "FlashKDA*")
     assert cells == [("gate -8", "six", "0.003 / 0.003", "0.003 / 0.003", "0.00517 / 0.00887")]
     assert "FlashKDA*" not in report.summary(accuracy_rows(tokens=100))[0]
+    assert report.remarks(accuracy_rows()) == []
+    drift = [{**row, "setting": "decay 0.99992", "spans": [1e-3, 2.5e-3]} for row in accuracy_rows(tokens=2**20)]
+    line = "RMSE ratio of the output in 2 equal parts of 1048576 tokens: 0.001, 0.0025"
+    assert report.remarks(drift)[0] == f"decay 0.99992, six, flash_kda triton: {line}"
+    assert f"- decay 0.99992, six, fla chunk_kda: {line}.\n" in report.markdown(GPU_META, drift, "x.png")
     columns, cells = report.details(accuracy_rows())
     assert len(columns) == len(cells[0]) == 12
     assert dict(zip(columns, cells[0], strict=True))["output max"] == "6.00e-03"
@@ -680,11 +748,20 @@ def test_accuracy_on_the_cpu(tmp_path: Path) -> None:
     assert str(tmp_path) not in out.read_text()
     assert picture.read_bytes().startswith(PNG)
     assert f"{rows[0]['output']['ratio']:.3g}" in result.output
+    result = invoke(*common, "--drift", "80", "--append")
+    assert result.exit_code == 0, result.output
+    assert "decay 0.99992, one, flash_kda cpu: RMSE ratio of the output in 8 equal parts of 80 tokens" in result.output
+    settings = [row["setting"] for row in report.read(out)[1]]
+    assert settings == ["gate -8", "gate -8", "decay 0.99992"]
+    meta, rows = report.read(out)
+    report.write(out, {**meta, "gpu": "another"}, rows)
+    assert "gpu another there, no GPU now" in refused(*common, "--append")
     result = invoke(*common, "--limit", "1e-9")
     assert result.exit_code == 1
     assert "beyond what is allowed: gate -8, one: output" in result.output
     assert "runs on CUDA devices" in refused(*common, "--backend", "triton")
-    assert "a.png: File exists" in refused(*common[:-1], str(picture / "x.json"))
+    assert "x.json: [Errno 17] File exists" in refused(*common[:-1], str(picture / "x.json"))
+    assert "x.png: Not a directory" in refused(*common, "--picture", str(out / "x.png"))
 
 
 def test_prefill_command(tmp_path: Path, without_gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -780,7 +857,8 @@ def test_prefill_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @gpu
-def test_first_call() -> None:
+@pytest.mark.parametrize(("op", "case"), [("prefill", "1x512-h64"), ("train", "1x8192-h32")])
+def test_first_call(op: shapes.Op, case: str) -> None:
     """The second process finds compiled kernels in the cache that the first left."""
-    cold, warm = first_call.first_call(shapes.cases("prefill")["1x512-h64"], "strong", peers.Ours())
+    cold, warm = first_call.first_call(shapes.cases(op)[case], "strong", peers.Ours())
     assert cold > warm > 0

@@ -19,6 +19,7 @@ import pytest
 import torch
 from cases import CASES, Call, Case, inputs_of, leaves, oracle, parameters
 from compare import assert_outputs, assert_same_bits, assert_states, bits
+from through_fla import ROWS, FellThrough, as_fla, fall_through, real_fla
 from torch import Tensor
 
 import flash_kda
@@ -27,7 +28,6 @@ from flash_kda.compat import fla as compat
 from flash_kda.compat import flashkda
 
 ROOT = Path(__file__).parents[1]
-ROWS = ("q", "k", "v", "g", "beta")
 FWD_CASES = tuple(
     c for c in CASES if c.gate == "lower_bound" and c.layout == "vk" and c.l2norm and c.logit and not c.neg
 )
@@ -304,24 +304,6 @@ FUNCTIONS = {"chunk": compat.chunk_kda, "recurrent": compat.fused_recurrent_kda}
 functions = pytest.mark.parametrize("name", FUNCTIONS)
 
 
-def as_fla(call: Call, **changes: Any) -> dict[str, Any]:
-    """The arguments of FLA's functions for a call of ``kda``."""
-    gate = call["gate"]
-    arguments = {name: call[name] for name in (*ROWS, "scale", "initial_state", "output_final_state", "cu_seqlens")}
-    arguments |= {
-        "use_qk_l2norm_in_kernel": call["qk_l2norm"],
-        "use_gate_in_kernel": gate.kind != "log",
-        "use_beta_sigmoid_in_kernel": call["beta_is_logit"],
-        "allow_neg_eigval": call["allow_neg_eigval"],
-        "state_v_first": call["state_layout"] == "vk",
-    }
-    if gate.kind != "log":
-        arguments |= {"A_log": gate.A_log, "dt_bias": gate.dt_bias}
-    if gate.kind == "lower_bound":
-        arguments["lower_bound"] = gate.lower_bound
-    return arguments | changes
-
-
 def same(name: str, arguments: dict[str, Any], call: Call) -> None:
     """FLA's function gives the bits of ``kda``."""
     o, state = flash_kda.kda(**call)
@@ -559,10 +541,6 @@ def fake_fla() -> tuple[types.ModuleType, types.ModuleType]:
     return backends, kda
 
 
-class FellThrough(Exception):
-    """FLA's own kernels were reached."""
-
-
 @pytest.fixture(params=["fake", "real"])
 def fla(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
     """``fla.backends`` and ``fla.ops.kda``, with nothing of ours registered before and after."""
@@ -577,18 +555,6 @@ def fla(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         monkeypatch.setitem(sys.modules, "fla.ops.kda", modules[1])
     yield modules
     compat.unregister()
-
-
-def fall_through(*args: Any) -> Any:
-    raise FellThrough("fla's own kernels")
-
-
-@pytest.mark.filterwarnings("ignore:Triton is not supported")
-def real_fla() -> tuple[Any, Any]:
-    try:
-        return importlib.import_module("fla.backends"), importlib.import_module("fla.ops.kda")
-    except ImportError as error:
-        pytest.skip(f"needs fla-core 0.6 ({error})")
 
 
 def through(kda: Any, call: Call, **changes: Any) -> list[str]:

@@ -14,6 +14,7 @@ from flash_kda.bench import accuracy as judging
 from flash_kda.bench import decode as decoding
 from flash_kda.bench import prefill as timing
 from flash_kda.bench import report, shapes
+from flash_kda.bench import scale as scaling
 from flash_kda.bench import train as training
 
 RESULTS = Path("benchmarks", "results")
@@ -56,6 +57,8 @@ def show(rows: Sequence[report.Row], title: str) -> None:
     if not console.is_terminal:
         console = Console(width=WIDE)
     console.print(report.terminal_table(title, *report.summary(rows)))
+    for line in report.remarks(rows):
+        say(f"{line}.")
     if console.width >= WIDE:
         console.print(report.terminal_table("Details", *report.details(rows)))
 
@@ -127,22 +130,47 @@ def train(
     gates: Sequence[str],
     backends: Sequence[str],
     peers: bool,
+    first_call: bool,
 ) -> int:
     """Measure forward and backward, write the rows and show them.
 
     Args:
         out, append: as for :func:`prefill`.
         cases, gates, backends: names; none means all cases, strong gates and "auto".
-        peers: whether FLA is measured beside us.
+        peers: whether FLA is measured beside us. first_call: whether first calls are timed.
     """
     given = [*(f"--case {name}" for name in cases), *(f"--gates {name}" for name in gates)]
     given += [*(f"--backend {name}" for name in backends), *([] if peers else ["--no-peers"])]
+    given += ["--first-call"] if first_call else []
     names = chosen(cases, list(shapes.cases("train")), "--case")
     wanted = chosen(gates or ("strong",), shapes.GATES, "--gates")
     backends = chosen(backends or ["auto"], ["auto", *flash_kda.BACKENDS], "--backend")
     require_gpu("bench train", "There is no other use for its figures.")
-    options = training.Options(names, tuple(kind for kind in shapes.GATES if kind in wanted), backends, peers)
+    kinds = tuple(kind for kind in shapes.GATES if kind in wanted)
+    options = training.Options(names, kinds, backends, peers, first_call=first_call)
     return _measure("train", given, out, append, lambda keep: training.run(options, say, keep))
+
+
+def scale(
+    out: Path | None, append: bool, *, cases: Sequence[str], gates: Sequence[str], backends: Sequence[str]
+) -> int:
+    """Measure how time and memory grow with the sequence, write the rows and show them.
+
+    Args:
+        out, append: as for :func:`prefill`.
+        cases, gates, backends: names; none means all cases, strong gates and the backend of choice.
+    """
+    given = [*(f"--case {name}" for name in cases), *(f"--gates {name}" for name in gates)]
+    given += [f"--backend {name}" for name in backends]
+    names = chosen(cases, list(shapes.cases("scale")), "--case")
+    wanted = chosen(gates or ("strong",), shapes.GATES, "--gates")
+    backends = chosen(backends or ["auto"], ["auto", *flash_kda.BACKENDS], "--backend")
+    require_gpu("bench scale", "There is no other use for its figures.")
+    options = scaling.Options(names, tuple(kind for kind in shapes.GATES if kind in wanted), backends)
+    return _measure("scale", given, out, append, lambda keep: scaling.run(options, say, keep))
+
+
+TITLES = {"scale": "ns per token / bytes of workspace per token and head"}
 
 
 def _measure(
@@ -155,6 +183,18 @@ def _measure(
     """
     meta = report.describe(" ".join([f"flash-kda bench {op}", *given]))
     path = out or RESULTS / f"{op}-{report.gpu_slug(meta['gpu'])}.json"
+    keep = _keeper(path, meta, append)
+    try:
+        rows = run(keep)
+    except NotImplementedError as error:
+        raise Refused(str(error)) from error
+    show(rows, f"{op.capitalize()}, {TITLES.get(op, 'ms (multiples of the floor)')}, {meta['gpu']}")
+    say(f"Results: {path}")
+    return 0
+
+
+def _keeper(path: Path, meta: report.Meta, append: bool) -> report.Keep:
+    """What writes rows to a results file, beside its other rows if ``append``; refused before anything is measured."""
 
     def keep(rows: list[report.Row]) -> None:
         report.write(path, meta, report.merge(path, meta, rows) if append else rows)
@@ -165,13 +205,7 @@ def _measure(
         path.parent.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         raise Refused(f"--out {path}: {error}") from error
-    try:
-        rows = run(keep)
-    except NotImplementedError as error:
-        raise Refused(str(error)) from error
-    show(rows, f"{op.capitalize()}, ms (multiples of the floor), {meta['gpu']}")
-    say(f"Results: {path}")
-    return 0
+    return keep
 
 
 def publish(files: Sequence[Path], document: Path) -> int:
@@ -187,6 +221,7 @@ def publish(files: Sequence[Path], document: Path) -> int:
 def accuracy(
     out: Path | None,
     picture: Path | None,
+    append: bool,
     *,
     dtype: str,
     device: str,
@@ -201,7 +236,8 @@ def accuracy(
     """Compare with float64, write the rows and show them; 1 if an error is beyond what is allowed, otherwise 0.
 
     Args:
-        out: results file; None names it after dtype and device. picture: PNG file to draw; None draws none.
+        out: results file; None names it after dtype and device. append: keep its other rows.
+        picture: PNG file to draw; None draws none.
         limit: largest RMSE ratio of output and of final state; None takes the dtype's.
         The others: as in ``flash_kda.bench.accuracy.Options`` and ``judge``.
     """
@@ -214,12 +250,13 @@ def accuracy(
     command += f" --drift {drift}" + ("" if peers else " --no-peers")
     meta = report.describe(command + "".join(f" --setting {shlex.quote(name)}" for name in settings), device)
     path = out or RESULTS / f"accuracy-{dtype}-{report.gpu_slug(meta['gpu']) if device == 'cuda' else 'cpu'}.json"
+    keep = _keeper(path, meta, append)
     try:
         rows = judging.run(options, say)
     except NotImplementedError as error:
         raise Refused(str(error)) from error
     try:
-        report.write(path, meta, rows)
+        keep(rows)
         if picture is not None:
             from flash_kda.bench import plots
 

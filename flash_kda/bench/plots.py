@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flash_kda.bench import published
+from flash_kda.bench import published, shapes
 from flash_kda.bench.accuracy import EDGES
-from flash_kda.bench.report import Meta, Row, label, operation, time_of
+from flash_kda.bench.report import MOST_WORKSPACE, Meta, Row, by_length, label, operation, skew, time_of
 
 INK, MUTED, GRID, PAPER = "#1c2733", "#6b7785", "#e3e7ec", "#ffffff"
 OURS, OTHERS = ("#2563a8", "#5aa0e0", "#123a66"), ("#d9772b", "#2f8f6b", "#8054a5", "#b03a5b")
@@ -119,9 +119,53 @@ def accuracy_figure(meta: Meta, rows: Sequence[Row]) -> Figure:
     return figure
 
 
+def _parts(ax: Axes, groups: dict[str, list[Row]], palette: dict[str, str]) -> None:
+    """Milliseconds of the skewed batch and of its parts alone."""
+    names = (*shapes.SKEWED_PARTS, shapes.SKEWED_CASE)
+    for name, rows in groups.items():
+        times = {str(row["case"]): time_of(row) for row in rows}
+        points = [(ms, i) for i, case in enumerate(names) if (ms := times.get(case)) is not None]
+        text = "" if (ratio := skew(rows)) is None else f"  {ratio:.2f} times the longer part"
+        if points:
+            ax.plot(*zip(*points, strict=True), "o", color=palette[name], markersize=6.5, label=f"{name}{text}")
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.5, -0.5)
+    ax.set_xlim(left=0)
+
+
+def scale_figure(meta: Meta, rows: Sequence[Row]) -> Figure:
+    """Time and workspace per token over the length of one sequence, and the skewed batch beside its parts."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(f"{label(row)}, {row['gates']}", []).append(row)
+    colour_of = dict(zip(groups, (*OURS, *OTHERS), strict=False))
+    figure = Figure(figsize=(15.6, 4.2), layout="constrained")
+    figure.suptitle(f"Forward, 8 heads, {meta['gpu']}, {meta['date']}", x=0.01, ha="left", color=INK, fontsize=13)
+    time, memory, parts = figure.subplots(1, 3)
+    for name, group in groups.items():
+        long = by_length(group)
+        tokens = [row["tokens"] for row in long]
+        for ax, figure_of in ((time, "ns_per_token"), (memory, "workspace_bytes")):
+            ax.plot(tokens, [row[figure_of] for row in long], "o-", color=colour_of[name], markersize=5, label=name)
+    memory.axhline(MOST_WORKSPACE, color=MUTED, linewidth=1, linestyle="--", label=f"{MOST_WORKSPACE} bytes")
+    _parts(parts, groups, colour_of)
+    _dress(time, "ns per token", "tokens of one sequence")
+    _dress(memory, "workspace, bytes per token and head", "tokens of one sequence")
+    _dress(parts, "one long sequence among short ones", "ms, cold L2")
+    for ax in (time, memory):
+        ax.set_xscale("log", base=2)
+        ax.set_ylim(bottom=0)
+    for ax in (time, memory, *([parts] if parts.lines else [])):
+        ax.legend(frameon=False, fontsize=8, labelcolor=INK, loc="lower left")
+    return figure
+
+
+FIGURES = {"accuracy": accuracy_figure, "scale": scale_figure}
+
+
 def picture(meta: Meta, rows: Sequence[Row]) -> bytes:
     """The picture of a results file, as a PNG file."""
-    figure = (accuracy_figure if operation(rows) == "accuracy" else prefill_figure)(meta, rows)
+    figure = FIGURES.get(operation(rows), prefill_figure)(meta, rows)
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=110, facecolor=PAPER)
     return out.getvalue()

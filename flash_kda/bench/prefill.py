@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_kda.bench import harness, peers, shapes
 from flash_kda.bench.exact import exact
-from flash_kda.bench.first_call import first_call
+from flash_kda.bench.first_call import with_first_call
 from flash_kda.bench.measuring import measure_all, row_of
 from flash_kda.bench.report import Keep, Row
 
@@ -94,9 +94,7 @@ def run(options: Options, say: Callable[[str], None], keep: Keep) -> list[Row]:
         if (why := implementation.why_not(calls[0])) is not None:
             return why
         row = measure_row(implementation, calls, right, flush, options.repeats)
-        if options.first_call:
-            row |= zip(("first_call_s", "first_call_cached_s"), first_call(case, gates, implementation), strict=True)
-        return row
+        return with_first_call(row, case, gates, implementation, say) if options.first_call else row
 
     found = implementations(options, say)
     return measure_all(

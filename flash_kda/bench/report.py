@@ -19,7 +19,7 @@ import torch
 from rich import box
 from rich.table import Table
 
-from flash_kda.bench import published
+from flash_kda.bench import published, shapes
 
 Row: TypeAlias = dict[str, Any]
 Meta: TypeAlias = dict[str, Any]
@@ -28,6 +28,9 @@ Keep: TypeAlias = Callable[[list[Row]], None]
 # What makes two rows results of the same thing, and two runs comparable.
 KEY = ("op", "case", "gates", "setting", "layout", "dtype", "tokens", "impl", "backend", "work")
 SAME_MACHINE = ("gpu", "driver", "torch", "triton", "cuda")
+# Aims of the rows of scale: bytes of workspace per token and head (or a constant), and the time of the skewed batch as
+# a multiple of the longer of its parts'.
+MOST_WORKSPACE, MOST_SKEW = 200, 1.15
 
 
 def gpu_slug(name: str) -> str:
@@ -135,6 +138,9 @@ PREFILL_COLUMNS = (
     "eager ms",
     "host µs",
     "peak MiB",
+    "ns/token",
+    "workspace MiB",
+    "bytes/token/head",
     "first call s",
     "again s",
     "output error",
@@ -156,6 +162,9 @@ def prefill_cells(row: Row) -> tuple[str, ...]:
         _number(row.get("eager_ms"), digits),
         _number(row.get("host_us"), 0),
         _number(row.get("peak_mb"), 0),
+        _number(row.get("ns_per_token"), 2),
+        _number(row.get("workspace_mb"), 0),
+        _number(row.get("workspace_bytes"), 0),
         _number(row.get("first_call_s"), 1),
         _number(row.get("first_call_cached_s"), 1),
         _scientific(row.get("output_error")),
@@ -186,9 +195,9 @@ def operation(rows: Sequence[Row]) -> str:
         ValueError: there are no rows, or rows of several operations or of one that has no table.
     """
     ops = {str(row.get("op")) for row in rows}
-    if len(ops) != 1 or not ops <= {"prefill", "decode", "train", "accuracy"}:
+    if len(ops) != 1 or not ops <= {"prefill", "decode", "train", "scale", "accuracy"}:
         got = ", ".join(sorted(ops)) or "no rows"
-        raise ValueError(f"op: got {got}, expected rows of prefill, of decode, of train or of accuracy")
+        raise ValueError(f"op: got {got}, expected rows of prefill, of decode, of train, of scale or of accuracy")
     return ops.pop()
 
 
@@ -203,7 +212,7 @@ def details(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]
 
 def published_cell(row: Row) -> str:
     """FlashKDA's figure for what a row measured, or ""."""
-    if row["op"] == "train":
+    if row["op"] in ("train", "scale"):
         return ""
     if row["op"] != "accuracy":
         return _number(published.prefill_ms(str(row["case"]), str(row["gates"])))
@@ -214,10 +223,12 @@ def published_cell(row: Row) -> str:
 def summary(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Columns and cells of the one figure that counts, a line for each case, a column for each implementation.
 
-    Prefill and decode: milliseconds, and multiples of the floor. Accuracy: RMSE ratio of output / final state.
+    Prefill, decode and train: milliseconds, and multiples of the floor. Scale: nanoseconds per token / bytes of
+    workspace per token and head. Accuracy: RMSE ratio of output / final state.
     """
-    prefill = operation(rows) != "accuracy"
-    keys = ("case", "gates") if prefill else ("setting", "layout")
+    op = operation(rows)
+    prefill = op not in ("scale", "accuracy")
+    keys = ("setting", "layout") if op == "accuracy" else ("case", "gates")
     labels = list(dict.fromkeys(label(row) for row in rows))
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
@@ -228,11 +239,67 @@ def summary(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]
             line[label(row)] = _number(ms, digits_of(row)) + (
                 f" ({ms / floor:.1f} x)" if ms is not None and floor else ""
             )
+        elif op == "scale":
+            line[label(row)] = f"{row['ns_per_token']:.2f} / {row['workspace_bytes']:.0f}"
         else:
             line[label(row)] = f"{row['output']['ratio']:.3g} / {row['state']['ratio']:.3g}"
     columns = [*(["floor"] if prefill else []), *labels, "FlashKDA*"]
     columns = [name for name in columns if any(line.get(name) for line in lines.values())]
     return (*keys, *columns), [(*key, *(line.get(name, "") for name in columns)) for key, line in lines.items()]
+
+
+def by_length(rows: Sequence[Row]) -> list[Row]:
+    """Those of a single sequence, the shortest first."""
+    return sorted((row for row in rows if str(row["case"]).startswith("1x")), key=lambda row: int(row["tokens"]))
+
+
+def skew(rows: Sequence[Row]) -> float | None:
+    """The skewed batch's time as a multiple of the longer of its parts'; None where one was not measured."""
+    found = {str(row["case"]): time_of(row) for row in rows}
+    whole, *parts = (found.get(name) for name in (shapes.SKEWED_CASE, *shapes.SKEWED_PARTS))
+    known = [ms for ms in parts if ms is not None]
+    return whole / max(known) if whole is not None and len(known) == len(parts) else None
+
+
+def _growth(rows: Sequence[Row], name: str) -> list[str]:
+    """How rows of scale, of one implementation and kind of gates, stand to their aims."""
+    found = []
+    if len(long := by_length(rows)) > 1:
+        ns = [row["ns_per_token"] for row in long]
+        first, last = long[0]["tokens"], long[-1]["tokens"]
+        found.append(
+            f"{name}: a token takes {min(ns):.2f} to {max(ns):.2f} ns from {first} to {last} tokens, at most "
+            f"{max(ns) / ns[0]:.2f} times what it takes at {first} (aim: flat)"
+        )
+        most, bytes_ = max(row["workspace_mb"] for row in long), [row["workspace_bytes"] for row in long]
+        found.append(
+            f"{name}: the workspace takes {min(bytes_):.0f} to {max(bytes_):.0f} bytes per token and head, at most "
+            f"{most:.0f} MiB (aim: below {MOST_WORKSPACE} bytes, or a constant)"
+        )
+    if (ratio := skew(rows)) is not None:
+        alone = " and ".join(shapes.SKEWED_PARTS)
+        found.append(
+            f"{name}: {shapes.SKEWED_CASE} takes {ratio:.2f} times the longer of {alone} (aim: at most {MOST_SKEW})"
+        )
+    return found
+
+
+def remarks(rows: Sequence[Row]) -> list[str]:
+    """What is to be said below the table: of scale how it stands to its aims, of accuracy how errors grow."""
+    op = operation(rows)
+    if op == "accuracy":
+        return [
+            f"{row['setting']}, {row['layout']}, {label(row)}: RMSE ratio of the output in {len(row['spans'])} equal "
+            f"parts of {row['tokens']} tokens: {', '.join(f'{x:.3g}' for x in row['spans'])}"
+            for row in rows
+            if row.get("spans")
+        ]
+    if op != "scale":
+        return []
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(f"{label(row)}, {row['gates']} gates", []).append(row)
+    return [line for name, group in groups.items() for line in _growth(group, name)]
 
 
 def terminal_table(title: str, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> Table:
@@ -260,6 +327,7 @@ def markdown(meta: Meta, rows: Sequence[Row], picture: str) -> str:
     lines = [f"![The table below as a picture]({picture})", "", *_markdown_table(columns, cells), ""]
     if "FlashKDA*" in columns:
         lines += [f"\\* {published.SOURCE}.", ""]
+    lines += [*(f"- {line}." for line in said), ""] if (said := remarks(rows)) else []
     notes = {f"{label(row)} ({row['work']})": row["note"] for row in rows if row.get("note")}
     lines += [*(f"- {name}: {note}." for name, note in notes.items()), *([""] if notes else [])]
     lines += ["<details><summary>All that was measured</summary>", "", *_markdown_table(*details(rows)), ""]

@@ -16,7 +16,7 @@ from torch import Tensor
 from flash_kda.checks import check
 from flash_kda.types import Gate, GateKind, Inputs, LowerBoundGate, SoftplusGate, gate_parameters, with_parameters
 
-Op: TypeAlias = Literal["prefill", "decode", "train"]
+Op: TypeAlias = Literal["prefill", "decode", "train", "scale"]
 Gates: TypeAlias = Literal["strong", "slow", "softplus"]
 GATES: tuple[Gates, ...] = ("strong", "slow", "softplus")
 LOWER_BOUND = -5.0
@@ -24,6 +24,8 @@ LOWER_BOUND = -5.0
 WIDTH = 4
 # The uneven packed batch of FlashKDA's own benchmark: 8192 tokens in six sequences.
 MIXED6 = (1300, 547, 2048, 963, 271, 3063)
+# One long sequence among 63 short ones.
+SKEWED = (*(128,) * 31, 65536, *(128,) * 32)
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,9 @@ class Case:
     def floor_bytes(self) -> int:
         """Bytes that are moved at least.
 
-        Forward: bf16 q, k, v, g, o and beta once, fp32 states in and out once. Decode: the states alone, which are what
-        bounds it, in once and out once for each token; of a step the bf16 last inputs of the convolutions too.
+        Forward (prefill and scale): bf16 q, k, v, g, o and beta once, fp32 states in and out once. Decode: the states
+        alone, which are what bounds it, in once and out once for each token; of a step the bf16 last inputs of the
+        convolutions too.
         Training: the forward, then its inputs and the output's gradient in once and five gradients out once.
         """
         if self.op == "decode":
@@ -110,6 +113,10 @@ def mixed6(heads: int) -> Case:
     return Case(f"mixed6-{sum(MIXED6)}-h{heads}", "prefill", MIXED6, heads, packed=True)
 
 
+def skewed(heads: int) -> Case:
+    return Case(f"skewed{len(SKEWED)}-{sum(SKEWED)}-h{heads}", "scale", SKEWED, heads, packed=True)
+
+
 def decode(batch: int, heads: int, tokens: int = 1) -> Case:
     """One token for each of ``batch`` rows, or a draft of several to verify, each with a slot for its state."""
     drafted = f"-t{tokens}" if tokens > 1 else ""
@@ -135,7 +142,12 @@ CASES: tuple[Case, ...] = (
     *(step(batch, heads) for heads in (12, 32) for batch in (1, 32, 128, 256)),
     *(uniform("train", 1, 8192, heads) for heads in (32, 64)),
     uniform("train", 1, 32768, 4),
+    *(uniform("scale", 1, 2**n, 8) for n in range(13, 21)),
+    uniform("scale", 63, 128, 8),
+    skewed(8),
 )
+# The skewed batch, and its long and its short sequences alone.
+SKEWED_CASE, *SKEWED_PARTS = "skewed64-73600-h8", "1x65536-h8", "63x128-h8"
 # What `--quick` measures: one long sequence with many and with few heads, uneven and even packed batches.
 QUICK_DECODE = ("b1-h12", "b128-h12", "b256-h32", "b128-t4-h12")
 QUICK = ("1x8192-h64", "1x8192-h12", "mixed6-8192-h96", "8x1024-h64")

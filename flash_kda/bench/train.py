@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flash_kda.bench import harness, peers, shapes
 from flash_kda.bench.exact import exact
+from flash_kda.bench.first_call import with_first_call
 from flash_kda.bench.measuring import measure_all, refuse, row_of, run_watched
 from flash_kda.bench.prefill import JUDGED_HEADS, inputs, ratio
 from flash_kda.bench.report import Keep, Row
@@ -18,13 +19,16 @@ from flash_kda.types import Problem, gate_parameters, with_parameters
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure: names of cases, gates and our backends, whether FLA too, timed calls of each kind."""
+    """What to measure: names of cases, gates and our backends, whether FLA too, timed calls of each kind, and whether
+    first calls are timed too, in processes of their own.
+    """
 
     cases: tuple[str, ...]
     gates: tuple[shapes.Gates, ...] = ("strong",)
     backends: tuple[str, ...] = ("auto",)
     peers: bool = True
     repeats: int = 30
+    first_call: bool = False
 
 
 def leaves(call: shapes.Call) -> tuple[shapes.Call, list[Tensor]]:
@@ -86,13 +90,25 @@ def run(options: Options, say: Callable[[str], None], keep: Keep) -> list[Row]:
             found.append(peers.Fla())
         else:
             say(f"fla is left out: {why}")
+
+    def measure(
+        case: shapes.Case,
+        gates: shapes.Gates,
+        way: peers.Implementation,
+        calls: list[shapes.Call],
+        right: tuple[Tensor, Tensor],
+        flush: Tensor,
+    ) -> Row | str:
+        row = measure_row(way, calls, right[0], flush, options.repeats)
+        return with_first_call(row, case, gates, way, say) if options.first_call else row
+
     return measure_all(
         chosen,
         options.gates,
         lambda case: found,
         inputs,
         lambda call: exact(call.first_heads(JUDGED_HEADS).inputs()),
-        lambda case, gates, way, calls, right, flush: measure_row(way, calls, right[0], flush, options.repeats),
+        measure,
         lambda row, ms: f"{ms:.3f} ms, {ms / row['floor_ms']:.1f} x floor, {row['peak_mb']:.0f} MiB",
         say,
         keep,
