@@ -57,7 +57,7 @@ def runs(
 
         def pooled() -> tuple[Tensor, Tensor]:
             # The pool is no result to be poisoned before a replay: it is read too.
-            o = flash_kda.kda_prefill(**arguments)
+            o = flash_kda.kda_prefill(**arguments, backend=backend)
             return o, o
 
         return pooled
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--case", default="1x8192-h64", choices=list(shapes.cases("prefill")))
     parser.add_argument("--gates", default="strong", choices=shapes.GATES)
     parser.add_argument("--every", type=int, action="append", help="tokens between checkpoints (64, 1024)")
-    parser.add_argument("--backend", default="triton", help="of kda, which is compared with")
+    parser.add_argument("--backend", default="auto", help="of all calls")
     parser.add_argument("--repeats", type=int, default=30)
     options = parser.parse_args()
     case = shapes.cases("prefill")[options.case]

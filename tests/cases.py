@@ -48,7 +48,7 @@ TARGETS = (
     Target("cpu"),
     # bfloat16 tiles round at about 3e-3; more closely judged in test_triton and test_triton_backward.
     Target("triton", "cuda", tolerance=6e-3, grad_tolerance=2e-4, half_grad_tolerance=3e-2, partial=True),
-    # Its own cases are in test_hopper: of these here it takes few.
+    # Its own cases are in test_hopper and test_hopper_prefill: of these here it takes few.
     Target("hopper", "cuda", tolerance=6e-3, partial=True),
 )
 
@@ -68,6 +68,7 @@ class Case:
         tail: rows past ``cu_seqlens[-1]``.
         strength: of the decay: ``strong``, ``slow``, ``saturated`` or (log gate only) ``hostile``.
         A_log, dt_bias: whether the gate has them; ``dt_bias="flat"`` is ``[HV * K]``.
+        g_dtype: of the raw gate, if it is not float32 beside half-precision rows.
     """
 
     B: int = 1
@@ -84,6 +85,7 @@ class Case:
     A_log: bool = True
     dt_bias: str | None = "full"
     dtype: str = "float32"
+    g_dtype: str | None = None
     cu_dtype: str = "int64"
     initial: bool = True
     state_dtype: str = "float32"
@@ -138,7 +140,7 @@ class Case:
             "q": q.to(dtype),
             "k": k.to(dtype),
             "v": v.to(dtype),
-            "g": self._raw_gate(normal(B, T, HV, K)).to(side),
+            "g": self._raw_gate(normal(B, T, HV, K)).to(getattr(torch, self.g_dtype) if self.g_dtype else side),
             "beta": beta.to(side),
             "gate": self._gate(normal),
             "scale": self.scale,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -126,6 +126,17 @@ class PrefillCase:
             )
         moved = case.build(device)
         return call | {name: moved[name] for name in (*ROWS, "gate", "cu_seqlens")}
+
+
+def fitted(target: Target, case: PrefillCase) -> PrefillCase:
+    """The case with what the target takes: on Hopper few sizes and dtypes, and more than two chunks per sequence."""
+    rows = case.rows
+    if target.backend != "hopper" or rows.dtype == "float64":
+        return case
+    rows = rows.but(K=128, V=-(-rows.V // 64) * 64, dtype="bfloat16", g_dtype="bfloat16")
+    if rows.lengths is not None:
+        rows = rows.but(tail=max(rows.tail, 2 * 32 * rows.sequences + 1 - sum(rows.lengths)))
+    return replace(case, rows=rows)
 
 
 def slot_of(call: Call, n: int) -> int | None:

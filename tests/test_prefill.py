@@ -14,7 +14,7 @@ from compare import assert_close, assert_same_bits, bits
 from decoding import ROWS, row_call
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from prefilling import BATCH, CASES, PACKED, WIDE, PrefillCase, run
+from prefilling import BATCH, CASES, PACKED, WIDE, PrefillCase, fitted, run
 
 import flash_kda
 from flash_kda import Checkpoints
@@ -31,7 +31,7 @@ def states_of(call: dict[str, object]) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", parameters((*CASES, *WIDE)))
 def test_definition(target: Target, case: PrefillCase) -> None:
-    prefilling.check(target, case)
+    prefilling.check(target, fitted(target, case))
 
 
 @pytest.mark.parametrize("layout", ["vk", "kv"])
@@ -39,7 +39,7 @@ def test_definition(target: Target, case: PrefillCase) -> None:
 def test_130_tokens_with_blocks_of_64(target: Target, gate: str, layout: str) -> None:
     """The states after 64 and 128 tokens, which a prefix cache wants, are those of the shorter prefills."""
     case = PrefillCase(Case(lengths=(130,), K=20, V=24, gate=gate, layout=layout), every=64, padding=False)
-    call = case.build(target.device)
+    call = fitted(target, case).build(target.device)
     slot = int(call["indices"][0])
     state = call["pool"][slot : slot + 1].clone()
     run(target, call)
@@ -58,8 +58,9 @@ def test_130_tokens_with_blocks_of_64(target: Target, gate: str, layout: str) ->
 @pytest.mark.parametrize("case", parameters(CASES[:6]))
 def test_it_is_kda_with_states_moved(target: Target, case: PrefillCase) -> None:
     """Output and final states have the bits of ``kda`` from the gathered states, if nothing is cut into pieces."""
+    case = fitted(target, case)
     call = replace(case, padding=False).build(target.device)
-    whole = target.backend == "triton" or call["checkpoints"] is None
+    whole = target.device == "cuda" or call["checkpoints"] is None
     first = call["pool"][call["indices"].long()].clone()
     if call["has_initial_state"] is not None:
         first[~call["has_initial_state"]] = 0.0
@@ -84,18 +85,16 @@ def test_it_is_kda_with_states_moved(target: Target, case: PrefillCase) -> None:
 
 def test_checkpoints_change_no_bit_of_the_rest(target: Target) -> None:
     """Where chunks are cut at checkpoints anyway: on the CPU those that are multiples of its chunk."""
-    every = 16 if target.backend == "triton" else 64
-    with_them = PrefillCase(PACKED.but(lengths=(128, 64, 0, 192)), every=every).build(target.device)
-    without = PrefillCase(PACKED.but(lengths=(128, 64, 0, 192)), every=every).build(target.device) | {
-        "checkpoints": None
-    }
+    case = PrefillCase(PACKED.but(lengths=(128, 64, 0, 192)), every=16 if target.device == "cuda" else 64)
+    with_them, without = (fitted(target, case).build(target.device) for _ in range(2))
+    without["checkpoints"] = None
     assert_same_bits(run(target, with_them), run(target, without), "o")
     assert_same_bits(with_them["pool"], without["pool"], "pool")
 
 
 def test_the_state_after_all_tokens_is_the_final_state(target: Target) -> None:
     """Bit for bit, so a sequence can start from one slot and end in another."""
-    case = PrefillCase(PACKED.but(lengths=(33, 1, 64, 130)), padding=False)
+    case = fitted(target, PrefillCase(PACKED.but(lengths=(33, 1, 64, 130)), padding=False))
     calls = [case.build(target.device) for _ in range(2)]
     N = 4
     device = target.device
@@ -118,7 +117,7 @@ POISONS = [*((name, math.nan) for name in (*ROWS, "pool")), *((name, math.inf) f
 @pytest.mark.parametrize(("name", "value"), POISONS)
 def test_poison_stays_in_its_sequence(target: Target, name: str, value: float) -> None:
     """One value at token 40 of sequence 0: other sequences, earlier rows and earlier checkpoints do not notice."""
-    case = PrefillCase(PACKED.but(lengths=(70, 33, 64)), padding=False)
+    case = fitted(target, PrefillCase(PACKED.but(lengths=(70, 33, 64)), padding=False))
     clean, bad = case.build(target.device), case.build(target.device)
     if name == "pool":
         bad["pool"][int(bad["indices"][0]), 1, 2, 3] = value
@@ -148,7 +147,7 @@ def test_poison_stays_in_its_sequence(target: Target, name: str, value: float) -
 @pytest.mark.parametrize("index", ["indices", "places"])
 def test_all_padding_at_once(target: Target, index: str) -> None:
     """Everybody names one and the same slot of padding: nothing is written."""
-    case = PrefillCase(checkpoints="pool", pad=0)
+    case = fitted(target, PrefillCase(checkpoints="pool", pad=0))
     call = case.build(target.device)
     if index == "indices":
         call["indices"] = torch.zeros_like(call["indices"])
@@ -163,7 +162,7 @@ def test_all_padding_at_once(target: Target, index: str) -> None:
 
 def test_strided(target: Target) -> None:
     """Columns of wider tables, a pool of all layers, checkpoints and output that are parts of larger tensors."""
-    case = PrefillCase(known=True, checkpoints="placed", ragged=True)
+    case = fitted(target, PrefillCase(known=True, checkpoints="placed", ragged=True))
     call = case.build(target.device)
     c = call["checkpoints"]
 
@@ -190,6 +189,7 @@ def test_strided(target: Target) -> None:
 
 @pytest.mark.parametrize("case", parameters(CASES[:18:3]))
 def test_same_bits_twice(target: Target, case: PrefillCase) -> None:
+    case = fitted(target, case)
     first, second = case.build(target.device), case.build(target.device)
     assert_same_bits(run(target, first), run(target, second), "o")
     assert_same_bits(first["pool"], second["pool"], "pool")
@@ -199,7 +199,7 @@ def test_same_bits_twice(target: Target, case: PrefillCase) -> None:
 
 def test_sequences_do_not_depend_on_each_other(target: Target) -> None:
     """A sequence alone has the bits that it has among others, checkpoints included."""
-    case = PrefillCase(padding=False, ragged=True)
+    case = fitted(target, PrefillCase(padding=False, ragged=True))
     call, single = case.build(target.device), case.build(target.device)
     o = run(target, call)
     kept = states_of(call)
@@ -219,7 +219,7 @@ def test_sequences_do_not_depend_on_each_other(target: Target) -> None:
 
 def test_uninitialised_memory_is_not_read(target: Target) -> None:
     """With every fresh ``torch.empty`` filled with NaN, results are as before."""
-    calls = [PrefillCase(ragged=True).build(target.device) for _ in range(2)]
+    calls = [fitted(target, PrefillCase(ragged=True)).build(target.device) for _ in range(2)]
     outs = []
     for poison, call in zip((False, True), calls, strict=True):
         torch.use_deterministic_algorithms(poison)
@@ -235,6 +235,7 @@ def test_uninitialised_memory_is_not_read(target: Target) -> None:
 def test_prefill_in_parts_from_checkpoints(target: Target) -> None:
     """What starts from a checkpoint's slot goes on as if it had not been interrupted."""
     case = PrefillCase(Case(lengths=(130,), H=1, HV=2, K=20, V=24), every=48, checkpoints="pool", padding=False)
+    case = fitted(target, case)
     call, again = case.build(target.device), case.build(target.device)
     before = prefilling.on_cpu(call)
     run(target, call)
@@ -285,12 +286,12 @@ def ragged(draw: st.DrawFn) -> PrefillCase:
 @settings(SETTINGS, max_examples=30)
 @given(case=ragged())
 def test_ragged(target: Target, case: PrefillCase) -> None:
-    prefilling.check(target, case)
+    prefilling.check(target, fitted(target, case))
 
 
 def test_offsets_that_do_not_increase_on_a_gpu(target: Target) -> None:
     """Are no checkpoints there; on the CPU they are refused, which test_prefill_checks tests."""
-    case = PrefillCase(BATCH, padding=False)
+    case = fitted(target, PrefillCase(BATCH, padding=False))
     call = case.build(target.device)
     c = call["checkpoints"]
     offsets = c.offsets.clone()

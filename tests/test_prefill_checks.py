@@ -140,19 +140,18 @@ def test_explain() -> None:
     assert answer.reasons.keys() == {"reference", "triton", "hopper"}
 
 
-def test_hopper_declines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On its own device, whatever the sizes."""
+def test_hopper_takes_what_it_takes_without_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On its own device, with its reasons against other sizes."""
     pytest.importorskip("triton")
     from flash_kda.backends import hopper
 
     monkeypatch.setattr(hopper, "triton_supports", lambda problem: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    forward = flash_kda.Problem()
-    assert hopper.supports(forward) is None
     for checkpoints in (False, True):
-        why = hopper.supports(replace(forward, op="prefill", checkpoints=checkpoints))
-        assert why is not None
-        assert "pool" in why
+        prefill = flash_kda.Problem(op="prefill", checkpoints=checkpoints)
+        assert hopper.supports(prefill) is None
+        for changes, reason in (({"K": 64}, "K = 128"), ({"packed": True, "N": 128}, "three chunks")):
+            assert reason in (hopper.supports(replace(prefill, **changes)) or "")  # type: ignore[arg-type]
 
 
 CASES = (

@@ -384,14 +384,3 @@ def test_pools_of_more_than_two_to_the_31_elements() -> None:
     call["pool"][slots - 1] = 0
     # In parts: a count of the whole takes as much memory again.
     assert not any(bool(part.any()) for part in call["pool"].split(1024))
-
-
-@gpu
-def test_hopper_declines_with_a_reason() -> None:
-    call = PrefillCase(Case(lengths=(500,), H=2, K=128, V=128, dtype="bfloat16"), padding=False, every=64).build("cuda")
-    answer = flash_kda.explain(prefilling.checked(call).problem)
-    assert answer.backend == "triton"
-    assert "pool" in answer.reasons["hopper"]
-    with flash_kda.record_backends() as ran:
-        flash_kda.kda_prefill(**call)
-    assert ran == ["triton"]

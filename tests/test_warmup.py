@@ -144,12 +144,14 @@ def served(op: str) -> dict[str, Any]:
 
 def compiled() -> int:
     """Kernels that were compiled in this process."""
+    from flash_kda.backends.hopper import pooled
     from flash_kda.backends.hopper import prepare as hopper_prepare
     from flash_kda.backends.hopper import recurrence as hopper_recurrence
     from flash_kda.backends.triton import decode, prepare, recurrence, step
 
     kernels: list[Any] = [decode.decode, step.step, prepare.prepare, recurrence.recurrence]
     kernels += [recurrence.pooled_recurrence, hopper_prepare.prepare_warp, hopper_recurrence.walk]
+    kernels += [pooled.pooled_walk]
     return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
 
 

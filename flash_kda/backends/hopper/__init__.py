@@ -14,7 +14,7 @@ from torch import Tensor
 from flash_kda.backends.reference import deliver
 from flash_kda.backends.triton import supports as triton_supports
 from flash_kda.backends.triton.config import CHUNK
-from flash_kda.types import DecodeInputs, Inputs, PrefillInputs, Problem, Runner, StepInputs
+from flash_kda.types import DecodeInputs, Inputs, Prefiller, PrefillInputs, Problem, Runner, StepInputs
 
 CAPABILITY = (9, 0)
 # Gluon is young: these are the versions that the kernels have run with.
@@ -30,8 +30,6 @@ def supports(problem: Problem) -> str | None:
     p = problem
     if p.op in ("decode", "step"):
         return "has no kernel for decoding"
-    if p.op == "prefill":
-        return "keeps no states in a pool and none inside of sequences"
     if p.dtype != torch.bfloat16:
         return f"takes bfloat16; the tensors are {p.dtype}"
     if p.K != 128 or p.V % 64:
@@ -94,9 +92,11 @@ def run_decode(call: DecodeInputs) -> tuple[Tensor, None]:
     raise NotImplementedError(supports(call.problem))
 
 
-def run_prefill(call: PrefillInputs) -> tuple[Tensor, None]:
-    """Not reached: ``supports`` refuses problems with a pool."""
-    raise NotImplementedError(supports(call.problem))
+def run_prefill(call: PrefillInputs) -> tuple[Tensor, Prefiller]:
+    """Output in v's dtype as of :func:`run`, and the launches with all but their tensors worked out."""
+    from flash_kda.backends.hopper.prefill_launch import run_prefill
+
+    return run_prefill(call)
 
 
 def run_step(call: StepInputs) -> tuple[Tensor, None]:

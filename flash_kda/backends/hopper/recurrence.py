@@ -22,12 +22,14 @@ from flash_kda.backends.triton.common import L2NORM_EPS, activated_beta, exp2, f
 from flash_kda.backends.triton.config import CHUNK
 
 C, BV = gl.constexpr(CHUNK), gl.constexpr(config.BV)
+# Of the output's rows, on their way out.
+OUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 # What a launch is for: whole sequences, what segments do to a state, or segments from the states before them.
 WHOLE, MAP, APPLY = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 
 @gluon.jit
-def _load_chunks(
+def load_chunks(
     d_kq, d_end, d_square, d_decay, d_v, slot, row, length, HV, i_h, column,
     s_kq, s_end, s_square, s_decay, s_v, bar_ready, bar_free,
     STAGES: gl.constexpr, PARTS: gl.constexpr,
@@ -59,11 +61,11 @@ def _load_chunks(
 
 
 @gluon.jit
-def _state_before(
-    p_S0, S0_strides, p_map, n, i_h, is_first, is_map, o_v, o_k, STATE: gl.constexpr, HAS_S0: gl.constexpr,
+def state_before(
+    p_S0, S0_strides, p_map, n, i_h, is_first, is_map, o_v, o_k, is_known, STATE: gl.constexpr, HAS_S0: gl.constexpr,
     MODE: gl.constexpr,
 ):  # fmt: skip
-    """The state that a walk starts from, ``[BV, K]``.
+    """The state that a walk starts from, ``[BV, K]``; zeros before a sequence whose state is not ``is_known``.
 
     The map of a first segment is of no use: in its place MAP leaves the initial state for APPLY, which may overwrite
     the original at the end of the sequence before its beginning has been read.
@@ -73,7 +75,7 @@ def _state_before(
     if MODE == APPLY:
         S = gl.load(p_map + gl.where(is_first, K * K, 0) + o_v * K + o_k)
     elif is_first:
-        if HAS_S0:
+        if HAS_S0 and is_known:
             S0_n, S0_h, S0_v, S0_k = S0_strides
             S = gl.load(p_S0 + n * S0_n + i_h * S0_h + o_v * S0_v + o_k * S0_k).to(gl.float32)
     elif is_map:
@@ -82,7 +84,7 @@ def _state_before(
 
 
 @gluon.jit
-def _walk_by_token(
+def walk_by_token(
     S, p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_o, raw_strides, o_t, batch, start, length, i_h, i_qk, is_map,
     column, scale, lower_bound, K: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr,
     HAS_DT_BIAS: gl.constexpr, NEG_EIGVAL: gl.constexpr, MODE: gl.constexpr,
@@ -130,6 +132,60 @@ def _walk_by_token(
 
 
 @gluon.jit
+def step_chunk(
+    S, first, length, stage, phase, p_out, step, is_map, zero, o_token, o_row,
+    s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free,
+    K: gl.constexpr, MODE: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr,
+):  # fmt: skip
+    """The state after the chunk that begins with token ``first``, whose output is stored; the next stage and phase."""
+    STATE: gl.constexpr = S.type.layout
+    TOKENS: gl.constexpr = zero.type.layout
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
+    LEFT_OF_STATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
+    b_S = gl.convert_layout(S.to(gl.bfloat16), LEFT)
+    mbarrier.wait(bar_ready.index(stage), phase)
+    kq = s_kq.index(stage)
+    K_S = warpgroup_mma(b_S, kq.slice(0, C).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if MODE != MAP:
+        Q_S = warpgroup_mma(b_S, kq.slice(C, C).permute((1, 0)), zero, use_acc=False, is_async=True)
+    v = s_v.index(stage * PARTS + PART).permute((1, 0)).load(TOKENS).to(gl.float32)
+    if first + C > length:
+        # The rows past the end are another sequence's.
+        v = gl.where(first + o_token < length, v, 0.0)
+    if MODE == MAP:
+        v = gl.where(is_map, 0.0, v)
+    decay = gl.expand_dims(s_decay.index(stage).reshape((K,)).load(gl.SliceLayout(0, STATE)), 0)
+    K_S = warpgroup_mma_wait(0 if MODE == MAP else 1, deps=(K_S,))
+    # The tile holds minus K_plus.
+    R = (K_S + v).to(gl.bfloat16)
+    R = gl.reshape(gl.permute(gl.join(R, R), (0, 2, 1)), (BV, 2 * C))
+    R = gl.convert_layout(R, LEFT)
+    square = s_square.index(stage)
+    U = warpgroup_mma(R, square.slice(0, C).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if MODE != MAP:
+        o = warpgroup_mma(R, square.slice(C, C).permute((1, 0)), Q_S, is_async=True)
+    S *= decay
+    U = warpgroup_mma_wait(0 if MODE == MAP else 1, deps=(U,))
+    # What one bfloat16 loses of U the state would keep for as long as the gate is slow.
+    high, low = pair(U)
+    S = warpgroup_mma(gl.convert_layout(high, LEFT_OF_STATE), s_end.index(stage), S, is_async=True)
+    S = warpgroup_mma(gl.convert_layout(low, LEFT_OF_STATE), s_end.index(stage), S, is_async=True)
+    if MODE != MAP:
+        o = warpgroup_mma_wait(2, deps=(o,))
+        s_o.permute((1, 0)).store(o.to(gl.bfloat16))
+        gl.thread_barrier()
+        rows = s_o.load(OUT).to(p_out.dtype.element_ty)
+        gl.store(p_out + first * step, rows, mask=first + o_row < length)
+    S = warpgroup_mma_wait(0, deps=(S,))
+    mbarrier.arrive(bar_free.index(stage), count=1)
+    stage += 1
+    if stage == STAGES:
+        stage = 0
+        phase ^= 1
+    return S, stage, phase
+
+
+@gluon.jit
 def _walk(
     p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_map, p_o, raw_strides, S0_strides, S_strides, o_t,
     batch, start, length, n, i_h, i_qk, is_first, is_map, is_stored, column, scale, lower_bound,
@@ -141,12 +197,9 @@ def _walk(
     """The state of 64 columns of V from the first token to the last."""
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     TOKENS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
-    LEFT_OF_STATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
-    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o_v = column + PART * BV + gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(1, STATE)), 1)
     o_k = gl.expand_dims(gl.arange(0, K, gl.SliceLayout(0, STATE)), 0)
-    S = _state_before(p_S0, S0_strides, p_map, n, i_h, is_first, is_map, o_v, o_k, STATE, HAS_S0, MODE)
+    S = state_before(p_S0, S0_strides, p_map, n, i_h, is_first, is_map, o_v, o_k, True, STATE, HAS_S0, MODE)
     zero = gl.zeros([BV, C], gl.float32, TOKENS)
     o_token = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, TOKENS)), 0)
     o_row = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, OUT)), 1)
@@ -155,51 +208,15 @@ def _walk(
     stage = 0
     phase = 0
     for first in range(0, length, C):
-        b_S = gl.convert_layout(S.to(gl.bfloat16), LEFT)
-        mbarrier.wait(bar_ready.index(stage), phase)
-        kq = s_kq.index(stage)
-        K_S = warpgroup_mma(b_S, kq.slice(0, C).permute((1, 0)), zero, use_acc=False, is_async=True)
-        if MODE != MAP:
-            Q_S = warpgroup_mma(b_S, kq.slice(C, C).permute((1, 0)), zero, use_acc=False, is_async=True)
-        v = s_v.index(stage * PARTS + PART).permute((1, 0)).load(TOKENS).to(gl.float32)
-        if first + C > length:
-            # The rows past the end are another sequence's.
-            v = gl.where(first + o_token < length, v, 0.0)
-        if MODE == MAP:
-            v = gl.where(is_map, 0.0, v)
-        decay = gl.expand_dims(s_decay.index(stage).reshape((K,)).load(gl.SliceLayout(0, STATE)), 0)
-        K_S = warpgroup_mma_wait(0 if MODE == MAP else 1, deps=(K_S,))
-        # The tile holds minus K_plus.
-        R = (K_S + v).to(gl.bfloat16)
-        R = gl.reshape(gl.permute(gl.join(R, R), (0, 2, 1)), (BV, 2 * C))
-        R = gl.convert_layout(R, LEFT)
-        square = s_square.index(stage)
-        U = warpgroup_mma(R, square.slice(0, C).permute((1, 0)), zero, use_acc=False, is_async=True)
-        if MODE != MAP:
-            o = warpgroup_mma(R, square.slice(C, C).permute((1, 0)), Q_S, is_async=True)
-        S *= decay
-        U = warpgroup_mma_wait(0 if MODE == MAP else 1, deps=(U,))
-        # What one bfloat16 loses of U the state would keep for as long as the gate is slow.
-        high, low = pair(U)
-        S = warpgroup_mma(gl.convert_layout(high, LEFT_OF_STATE), s_end.index(stage), S, is_async=True)
-        S = warpgroup_mma(gl.convert_layout(low, LEFT_OF_STATE), s_end.index(stage), S, is_async=True)
-        if MODE != MAP:
-            o = warpgroup_mma_wait(2, deps=(o,))
-            s_o.permute((1, 0)).store(o.to(gl.bfloat16))
-            gl.thread_barrier()
-            rows = s_o.load(OUT).to(p_o.dtype.element_ty)
-            gl.store(p_out + first * step, rows, mask=first + o_row < length)
-        S = warpgroup_mma_wait(0, deps=(S,))
-        mbarrier.arrive(bar_free.index(stage), count=1)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        S, stage, phase = step_chunk(
+            S, first, length, stage, phase, p_out, step, is_map, zero, o_token, o_row,
+            s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free, K, MODE, STAGES, PARTS, PART,
+        )  # fmt: skip
     # 0 * x is not 0 for a NaN or inf, which a product of matrices has then also carried to earlier rows.
     broken = gl.where(S * 0.0 == 0.0, 0, 1)
     if gl.max(gl.max(broken, 1), 0) > 0:
-        S = _state_before(p_S0, S0_strides, p_map, n, i_h, is_first, is_map, o_v, o_k, STATE, HAS_S0, MODE)
-        S = _walk_by_token(
+        S = state_before(p_S0, S0_strides, p_map, n, i_h, is_first, is_map, o_v, o_k, True, STATE, HAS_S0, MODE)
+        S = walk_by_token(
             S, p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_o, raw_strides, o_t, batch, start, length, i_h, i_qk,
             is_map, column + PART * BV, scale, lower_bound, K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, MODE,
         )  # fmt: skip
@@ -239,31 +256,16 @@ def _segment(
     return n, offset, length, start
 
 
-@gluon.jit(do_not_specialize=["T", "N", "HV", "GROUP", "scale", "lower_bound", "SEGMENT"])
-def walk(
-    d_kq, d_end, d_square, d_decay, d_v, p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_S0, p_S, p_maps, p_o,
-    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
-    S0_n, S0_h, S0_v, S0_k, S_n, S_h, S_v, S_k, o_b, o_t, o_h,
-    T, N, HV, GROUP, scale, lower_bound, SEGMENT,
-    K: gl.constexpr, V: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
-    NEG_EIGVAL: gl.constexpr, PACKED: gl.constexpr, HAS_S0: gl.constexpr, STORE_S: gl.constexpr,
-    MODE: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
+@gluon.jit
+def place(
+    p_cu, T, N, HV, SEGMENT, V: gl.constexpr, PACKED: gl.constexpr, MODE: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """One (sequence or segment, value head, PARTS x 64 columns of V).
+    """What a program walks along.
 
-    A segment takes a state S before it to ``S A + B``, states transposed as here. Where sequences are cut, a launch
-    with MODE = MAP finds A and B of every segment: B by a walk from zeros, A by a walk from the unit matrix with v = 0.
-    A scan makes the state before every segment of them, and a launch with MODE = APPLY goes on from these.
-
-    Args:
-        d_kq, d_end: descriptors of the tiles, blocks ``[2 C, K]`` and ``[C, K]``; d_square: of the squares, blocks
-            ``[2 C, 2 C]``; d_decay: ``[slots * HV, K]``, blocks ``[1, K]``; d_v: ``[B * T, HV * V]``, blocks
-            ``[C, BV]``.
-        p_maps: ``[segments, HV, 2, K, K]`` float32: B, later the state before the segment, and A; V = K. A first
-            segment's A is the initial state.
-        SEGMENT: tokens of a segment, a multiple of C.
-        The raw inputs are read only if the state is not finite at the end.
-        The others: see ``flash_kda.backends.triton.recurrence.recurrence``.
+    Returns:
+        Its head, part of V and sequence; the walk's number, batch row, first slot, first token and count of tokens;
+        the token of its sequence that it begins with and the sequence's length; whether it is a segment's A, whether it
+        starts from the sequence's first state, and whether it stores a state.
     """
     pid = gl.program_id(0)
     SPLITS: gl.constexpr = V // (PARTS * BV)
@@ -297,6 +299,12 @@ def walk(
             is_stored = is_walked | (is_first & is_map)
         slot += offset // C
         start += offset
+    return i_h, i_v, n, number, batch, slot, start, length, offset, whole, is_map, is_first, is_stored
+
+
+@gluon.jit
+def allocate(d_kq, d_end, d_square, d_decay, d_v, K: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr):
+    """The ring of tiles, squares, decays and v, the output of a chunk, and the ring's barriers."""
     s_kq = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * C, K], d_kq.layout)
     s_end = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], d_end.layout)
     s_square = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * C, 2 * C], d_square.layout)
@@ -309,6 +317,41 @@ def walk(
         mbarrier.init(bar_ready.index(s), count=1)
         mbarrier.init(bar_free.index(s), count=PARTS)
     fence_async_shared()
+    return s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free
+
+
+@gluon.jit(do_not_specialize=["T", "N", "HV", "GROUP", "scale", "lower_bound", "SEGMENT"])
+def walk(
+    d_kq, d_end, d_square, d_decay, d_v, p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_S0, p_S, p_maps, p_o,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
+    S0_n, S0_h, S0_v, S0_k, S_n, S_h, S_v, S_k, o_b, o_t, o_h,
+    T, N, HV, GROUP, scale, lower_bound, SEGMENT,
+    K: gl.constexpr, V: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
+    NEG_EIGVAL: gl.constexpr, PACKED: gl.constexpr, HAS_S0: gl.constexpr, STORE_S: gl.constexpr,
+    MODE: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """One (sequence or segment, value head, PARTS x 64 columns of V).
+
+    A segment takes a state S before it to ``S A + B``, states transposed as here. Where sequences are cut, a launch
+    with MODE = MAP finds A and B of every segment: B by a walk from zeros, A by a walk from the unit matrix with v = 0.
+    A scan makes the state before every segment of them, and a launch with MODE = APPLY goes on from these.
+
+    Args:
+        d_kq, d_end: descriptors of the tiles, blocks ``[2 C, K]`` and ``[C, K]``; d_square: of the squares, blocks
+            ``[2 C, 2 C]``; d_decay: ``[slots * HV, K]``, blocks ``[1, K]``; d_v: ``[B * T, HV * V]``, blocks
+            ``[C, BV]``.
+        p_maps: ``[segments, HV, 2, K, K]`` float32: B, later the state before the segment, and A; V = K. A first
+            segment's A is the initial state.
+        SEGMENT: tokens of a segment, a multiple of C.
+        The raw inputs are read only if the state is not finite at the end.
+        The others: see ``flash_kda.backends.triton.recurrence.recurrence``.
+    """
+    i_h, i_v, n, number, batch, slot, start, length, _, _, is_map, is_first, is_stored = place(
+        p_cu, T, N, HV, SEGMENT, V, PACKED, MODE, PARTS
+    )
+    s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free = allocate(
+        d_kq, d_end, d_square, d_decay, d_v, K, STAGES, PARTS
+    )
     row = (batch * T + start).to(gl.int32)
     slot = slot.to(gl.int32)
     column = i_v * (PARTS * BV)
@@ -327,7 +370,7 @@ def walk(
                 s_kq, s_end, s_square, s_decay, s_v, s_o.index(0), bar_ready, bar_free,
                 K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, HAS_S0, STORE_S, MODE, STAGES, PARTS, 0,
             )),
-            (_load_chunks, (
+            (load_chunks, (
                 d_kq, d_end, d_square, d_decay, d_v, slot, row, length, HV, i_h, i_h * V + column,
                 s_kq, s_end, s_square, s_decay, s_v, bar_ready, bar_free, STAGES, PARTS,
             )),
@@ -346,7 +389,7 @@ def walk(
                 s_kq, s_end, s_square, s_decay, s_v, s_o.index(1), bar_ready, bar_free,
                 K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, HAS_S0, STORE_S, MODE, STAGES, PARTS, 1,
             )),
-            (_load_chunks, (
+            (load_chunks, (
                 d_kq, d_end, d_square, d_decay, d_v, slot, row, length, HV, i_h, i_h * V + column,
                 s_kq, s_end, s_square, s_decay, s_v, bar_ready, bar_free, STAGES, PARTS,
             )),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
 from flash_kda.backends.triton import forward
 from flash_kda.backends.triton.config import Config, configure
-from flash_kda.backends.triton.forward import dense, stride
+from flash_kda.backends.triton.forward import Written, dense, stride
 from flash_kda.backends.triton.launch import Launch, Plan, Scratch
 from flash_kda.backends.triton.recurrence import pooled_recurrence
 from flash_kda.types import Prefiller, PrefillInputs, PrefillTensors, gate_parameters
@@ -20,18 +23,22 @@ TENSORS = (
 )
 
 
-def describe(call: PrefillInputs, config: Config, out: Tensor) -> tuple[Scratch, list[Launch]]:
-    """Scratch memory, and launches in their order. T and N are at least 1."""
+# A call, and what its output goes to, to the plan of all calls of this call's form.
+Planner: TypeAlias = Callable[[PrefillInputs, Tensor], Plan]
+
+
+def final_state(call: PrefillInputs) -> Written | None:
+    """What the last states go to."""
+    return (call.pool.dtype, call.pool.stride()) if call.write_states else None
+
+
+def pool_values(call: PrefillInputs) -> dict[str, object]:
+    """What the kernels with a pool take beside the values of a forward call."""
     pool, c, kept = call.pool, call.checkpoints, call.kept
     layout = call.inputs.state_layout
-    written = (out.dtype, out.stride())
-    scratch, (*prepared, walk) = forward.describe(
-        call.inputs.signature, config, written, (pool.dtype, pool.stride()) if call.write_states else None
-    )
     strides = dict.fromkeys(("S0", "S"), forward.state_strides(pool.stride(), layout))
     strides["kept"] = forward.state_strides(None if kept is None else kept.stride(), layout)
-    values = {
-        **walk.values,
+    return {
         **{f"{name}_{d}": step for name, x in strides.items() for d, step in zip("nhvk", x, strict=True)},
         "index_n": stride(call.indices),
         "known_n": stride(call.has_initial_state),
@@ -47,6 +54,14 @@ def describe(call: PrefillInputs, config: Config, out: Tensor) -> tuple[Scratch,
         "CHECKPOINTS": c is not None,
         "HAS_TARGET": c is not None and c.indices is not None,
     }
+
+
+def describe(call: PrefillInputs, config: Config, out: Tensor) -> tuple[Scratch, list[Launch]]:
+    """Scratch memory, and launches in their order. T and N are at least 1."""
+    scratch, (*prepared, walk) = forward.describe(
+        call.inputs.signature, config, (out.dtype, out.stride()), final_state(call)
+    )
+    values = {**walk.values, **pool_values(call)}
     return scratch, [*prepared, Launch(pooled_recurrence, walk.programs, values, walk.options)]
 
 
@@ -55,14 +70,19 @@ def plan(call: PrefillInputs, config: Config, out: Tensor) -> Plan:
     return Plan(call.inputs.signature.device, TENSORS, *describe(call, config, out))
 
 
-def prefiller(call: PrefillInputs) -> Prefiller:
+def configured_plan(call: PrefillInputs, out: Tensor) -> Plan:
+    """:func:`plan` with the configuration for the call's device."""
+    return plan(call, configure(call.problem, forward.device_facts(call.inputs.q.device.index)), out)
+
+
+def prefiller(call: PrefillInputs, planner: Planner) -> Prefiller:
     """All calls of this call's form, as a function of their tensors."""
-    v, q = call.inputs.v, call.inputs.q
+    v = call.inputs.v
     shape, dtype, device, index = v.shape, v.dtype, v.device, v.device.index
     like = torch.empty(shape, dtype=dtype, device="meta") if call.out is None else call.out
     empty = call.problem.N == 0 or call.problem.T == 0
     in_pool = call.checkpoints is not None and call.checkpoints.states is None
-    launch = None if empty else plan(call, configure(call.problem, forward.device_facts(q.device.index)), like)
+    launch = None if empty else planner(call, like)
 
     def prefill(tensors: PrefillTensors, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
         *others, offsets, cu_offsets, kept, target, out = tensors
@@ -85,7 +105,7 @@ def prefiller(call: PrefillInputs) -> Prefiller:
     return prefill
 
 
-def run_prefill(call: PrefillInputs) -> tuple[Tensor, Prefiller]:
+def run_prefill(call: PrefillInputs, planner: Planner = configured_plan) -> tuple[Tensor, Prefiller]:
     """Output ``[B, T, HV, V]``, into the call's tensor if it has one, and all calls of its form."""
-    prefill = prefiller(call)
+    prefill = prefiller(call, planner)
     return prefill(call.tensors, *gate_parameters(call.inputs.gate)), prefill
