@@ -7,7 +7,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from flash_kda.backends.hopper.config import BV, PREPARE_PROGRAMS, configure_walks
-from flash_kda.backends.hopper.forward import preparation, prepared, rows_of
+from flash_kda.backends.hopper.forward import decays_of, preparation, rows_of, squares_of, tiles_of
 from flash_kda.backends.hopper.gradient import WARPS, gradient
 from flash_kda.backends.hopper.walks import walks
 from flash_kda.backends.triton import backward as portable
@@ -30,8 +30,12 @@ def describe(call: Signature, config: Config, device: Device, of_dS: Written | N
 
     walking = configure_walks(2 * N * HV * p.V // BV, device)
     # The launches of a half are given the same values.
-    given = {**first[-1].values, "STAGES": walking.stages}
-    matrices = prepared(call, config) | {
+    given = {**first[-1].values, "STAGES": walking.stages, "BUFFERS": walking.buffers}
+    matrices = {
+        "tile": tiles_of(call, config, C, p.K),
+        "square": squares_of(call, config, C),
+        "decay": decays_of(call, config),
+        "v": rows_of(call, "v", (C, BV)),
         "do": Matrix("do", *rows, (C, BV)),
         "dv": Matrix("dv", *rows, (C, BV)),
         "states": Matrix("states", *of_states, (BV, p.K)),

@@ -81,11 +81,13 @@ class WalksConfig:
     """How the walks of the backward are launched.
 
     Attributes:
-        programs: of one warpgroup each. stages: chunks in flight. registers: as ``walk_registers`` of the forward.
+        programs: of one warpgroup each. stages: chunks in flight. buffers: for what goes out.
+        registers: as ``walk_registers`` of the forward.
     """
 
     programs: int
     stages: int
+    buffers: int
     registers: int | None
 
     @property
@@ -96,5 +98,5 @@ class WalksConfig:
 def configure_walks(programs: int, device: Device) -> WalksConfig:
     """Two programs share a multiprocessor where there are more of them than multiprocessors."""
     if programs <= device.multiprocessors:
-        return WalksConfig(programs, stages=4, registers=None)
-    return WalksConfig(programs, stages=2, registers=128)
+        return WalksConfig(programs, stages=4, buffers=2, registers=None)
+    return WalksConfig(programs, stages=2, buffers=1, registers=128)

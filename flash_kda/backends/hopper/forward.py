@@ -41,8 +41,8 @@ def preparation(
     given = {**values, "SEGMENTS": 1, "CHUNKS_END": chunks}  # rows of tiles are in the order of time
     which = common.ALL.value if bounded else common.EASY.value
     matrices = {name: rows_of(call, name, (C, BC.value)) for name in "qkg"} | {
-        "tiles": _tiles(call, portable, C, BC.value),
-        "squares": _squares(call, portable, HALF.value),
+        "tiles": tiles_of(call, portable, C, BC.value),
+        "squares": squares_of(call, portable, HALF.value),
     }
     launches = [Launch(prepare_warp, min(chunks, programs), given | {"CHUNKS": which}, {"num_warps": 1}, matrices)]
     if not bounded:
@@ -55,10 +55,10 @@ def prepared(call: Signature, portable: triton_config.Config) -> dict[str, Matri
     """What a walk copies of what was prepared, and of v."""
     C, K = portable.C, call.problem.K
     return {
-        "kq": _tiles(call, portable, 2 * C, K),
-        "end": _tiles(call, portable, C, K),
-        "square": _squares(call, portable, 2 * C),
-        "decay": Matrix("decay", _chunks(call, portable), K, K, (1, K)),
+        "kq": tiles_of(call, portable, 2 * C, K),
+        "end": tiles_of(call, portable, C, K),
+        "square": squares_of(call, portable, 2 * C),
+        "decay": decays_of(call, portable),
         "v": rows_of(call, "v", (C, BV)),
     }
 
@@ -68,12 +68,17 @@ def _chunks(call: Signature, portable: triton_config.Config) -> int:
     return triton_forward.slots(p, portable.C) * (p.HV or p.H)
 
 
-def _tiles(call: Signature, portable: triton_config.Config, rows: int, columns: int) -> Matrix:
+def decays_of(call: Signature, portable: triton_config.Config) -> Matrix:
+    K = call.problem.K
+    return Matrix("decay", _chunks(call, portable), K, K, (1, K))
+
+
+def tiles_of(call: Signature, portable: triton_config.Config, rows: int, columns: int) -> Matrix:
     K = call.problem.K
     return Matrix("tiles", _chunks(call, portable) * 3 * portable.C, K, K, (rows, columns))
 
 
-def _squares(call: Signature, portable: triton_config.Config, rows: int) -> Matrix:
+def squares_of(call: Signature, portable: triton_config.Config, rows: int) -> Matrix:
     width = 2 * portable.C
     return Matrix("squares", _chunks(call, portable) * width, width, width, (rows, width))
 

@@ -204,6 +204,16 @@ def _chunk(
     # Their diagonals are the squares of q's and of k's rows.
     by_q = warpgroup_mma(s_qk, s_q.permute((1, 0)), empty, use_acc=False, is_async=True)
     by_k = warpgroup_mma(s_qk, s_k.permute((1, 0)), empty, use_acc=False, is_async=True)
+    # Decays from the chunk's middle to each token; later from its start and to its end.
+    if HAS_A_LOG:
+        a = gl.exp(a)
+    bias = gl.expand_dims(bias, 1)
+    g2 = log2_decay(_tile(s_g), a, bias, lower_bound, valid, GATE)
+    early, late = _halves(g2)
+    high, low = pair(g2)
+    from_mid = warpgroup_mma(_left(high), s_sums.index(0), zero, use_acc=False, is_async=True)
+    from_mid = warpgroup_mma(_left(low), s_sums.index(0), from_mid, is_async=True)
+    # Parts of the state before and of the gradient of that after: nothing waits for them soon.
     mbarrier.wait(bar_S_ready, phase_S)
     dQ_plus = warpgroup_mma(s_S.permute((1, 0)), s_do.permute((1, 0)), zero, use_acc=False, is_async=True)
     minus_dK_plus = warpgroup_mma(s_S.permute((1, 0)), s_dR.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -211,7 +221,7 @@ def _chunk(
 
     # dM and dP as operands. The diagonal of dM, a token's own pair, has no decay; that of -dP is beta^2 times the
     # gradient of beta: dR = beta W and U = beta (R - P U) row by row, and the gradient is W (R - P U).
-    D, by_q, by_k = warpgroup_mma_wait(3, deps=(D, by_q, by_k))
+    D, by_q, by_k = warpgroup_mma_wait(5, deps=(D, by_q, by_k))
     row_of = gl.expand_dims(o_late, 1)
     column = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, PAIRS)), 0)
     is_P = gl.expand_dims(o_pair, 1) >= C
@@ -223,10 +233,6 @@ def _chunk(
     of_beta, squares, largest = gl.reduce((diagonal, squares, gl.abs(D)), 1, _add_both_and_max)
     s_norms.store(gl.rsqrt(squares + L2NORM_EPS))
     s_largest.store(largest)
-    S_dS = zero
-    for v in gl.static_range(0, V, C):
-        S_dS += _tile(s_S.slice(v, C)) * _tile(s_dS.slice(v, C))
-    S_dS = gl.sum(S_dS, 1)
     unit, over_unit = _unit(gl.max(s_largest.load(PER_WARP), 0))
     s_squares.store((D * over_unit).to(gl.bfloat16))
     rq = gl.expand_dims(s_norms.slice(0, C).load(OF_TOKEN), 0)
@@ -239,17 +245,7 @@ def _chunk(
         k = gl.where(valid, k, 0.0)
     q *= rq * scale
     k *= rk
-
-    # Decays from the chunk's middle to each token, and from its start and to its end.
-    if HAS_A_LOG:
-        a = gl.exp(a)
-    bias = gl.expand_dims(bias, 1)
-    g2 = log2_decay(_tile(s_g), a, bias, lower_bound, valid, GATE)
-    early, late = _halves(g2)
-    high, low = pair(g2)
-    from_mid = warpgroup_mma(_left(high), s_sums.index(0), zero, use_acc=False, is_async=True)
-    from_mid = warpgroup_mma(_left(low), s_sums.index(0), from_mid, is_async=True)
-    from_mid, dQ_plus, minus_dK_plus, dK_end = warpgroup_mma_wait(0, deps=(from_mid, dQ_plus, minus_dK_plus, dK_end))
+    from_mid = warpgroup_mma_wait(3, deps=(from_mid,))
     e_row = exp2(from_mid + ROOM)
     e_column = reciprocal(e_row)
     q_row = (q * e_row).to(gl.bfloat16)
@@ -257,16 +253,22 @@ def _chunk(
     k_column = (k * e_column).to(gl.bfloat16)
     fence_async_shared()
     gl.thread_barrier()
-    mbarrier.arrive(bar_S_free, count=1)
-    if last < C - 1:
-        dQ_plus = gl.where(valid, dQ_plus, 0.0)
-        minus_dK_plus = gl.where(valid, minus_dK_plus, 0.0)
     s_M = s_squares.slice(0, C)
     s_P = s_squares.slice(C, C)
     dq_row = warpgroup_mma(_left(k_column), s_M.permute((1, 0)), zero, use_acc=False, is_async=True)
     dk_row = warpgroup_mma(_left(k_column), s_P.permute((1, 0)), zero, use_acc=False, is_async=True)
     dk_column = warpgroup_mma(_left(q_row), s_M, zero, use_acc=False, is_async=True)
     dk_column = warpgroup_mma(_left(k_row), s_P, dk_column, is_async=True)
+    S_dS = zero
+    for v in gl.static_range(0, V, C):
+        S_dS += _tile(s_S.slice(v, C)) * _tile(s_dS.slice(v, C))
+    S_dS = gl.sum(S_dS, 1)
+    dQ_plus, minus_dK_plus, dK_end = warpgroup_mma_wait(4, deps=(dQ_plus, minus_dK_plus, dK_end))
+    gl.thread_barrier()
+    mbarrier.arrive(bar_S_free, count=1)
+    if last < C - 1:
+        dQ_plus = gl.where(valid, dQ_plus, 0.0)
+        minus_dK_plus = gl.where(valid, minus_dK_plus, 0.0)
     from_start = e_row * gl.expand_dims(exp2(early - ROOM), 1)
     to_end = e_column * gl.expand_dims(exp2(late + ROOM), 1)
     dQ_plus *= from_start

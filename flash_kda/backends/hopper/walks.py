@@ -32,8 +32,8 @@ OUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 @gluon.jit
 def _load_chunks(
-    d_kq, d_end, d_square, d_decay, d_v, d_do, chunk, row, length, HV, column, is_gradient,
-    s_kq, s_end, s_square, s_decay, s_rows, bar_ready, bar_free, STAGES: gl.constexpr,
+    d_tile, d_square, d_decay, d_v, d_do, chunk, row, length, HV, column, is_gradient,
+    s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows, bar_ready, bar_free, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copy every chunk as soon as its stage is free: of the gradient's walk from the last one on."""
     count = (length + C - 1) // C
@@ -47,18 +47,21 @@ def _load_chunks(
     for _ in range(0, count):
         mbarrier.wait(bar_free.index(stage), phase ^ 1)
         bar = bar_ready.index(stage)
-        mbarrier.expect(
-            bar,
-            d_kq.block_type.nbytes + d_end.block_type.nbytes + d_square.block_type.nbytes + d_decay.block_type.nbytes
-            + d_v.block_type.nbytes,
+        ALWAYS: gl.constexpr = (
+            2 * d_tile.block_type.nbytes + d_square.block_type.nbytes + d_decay.block_type.nbytes
+            + d_v.block_type.nbytes
         )  # fmt: skip
-        tma.async_copy_global_to_shared(d_end, [chunk * (3 * C) + 2 * C, 0], bar, s_end.index(stage))
-        tma.async_copy_global_to_shared(d_kq, [chunk * (3 * C), 0], bar, s_kq.index(stage))
         if is_gradient:
+            mbarrier.expect(bar, ALWAYS + d_tile.block_type.nbytes + d_square.block_type.nbytes)
             tma.async_copy_global_to_shared(d_do, [row, column], bar, s_rows.index(stage))
+            tma.async_copy_global_to_shared(d_tile, [chunk * (3 * C) + C, 0], bar, s_Q.index(stage))
+            tma.async_copy_global_to_shared(d_square, [chunk * (2 * C) + C, 0], bar, s_M.index(stage))
         else:
+            mbarrier.expect(bar, ALWAYS)
             tma.async_copy_global_to_shared(d_v, [row, column], bar, s_rows.index(stage))
-        tma.async_copy_global_to_shared(d_square, [chunk * (2 * C), 0], bar, s_square.index(stage))
+        tma.async_copy_global_to_shared(d_tile, [chunk * (3 * C), 0], bar, s_K.index(stage))
+        tma.async_copy_global_to_shared(d_tile, [chunk * (3 * C) + 2 * C, 0], bar, s_end.index(stage))
+        tma.async_copy_global_to_shared(d_square, [chunk * (2 * C), 0], bar, s_T.index(stage))
         tma.async_copy_global_to_shared(d_decay, [chunk, 0], bar, s_decay.index(stage))
         chunk += step * HV
         row += step * C
@@ -78,8 +81,9 @@ def _twice(x):
 @gluon.jit
 def _walk_states(
     d_states, d_U, p_S0, chunk, length, HV, column,
-    s_kq, s_end, s_square, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
+    s_K, s_end, s_T, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
     S0_v, S0_k, V: gl.constexpr, K: gl.constexpr, HAS_S0: gl.constexpr, STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """From the first chunk to the last: the state before each, and what each token writes."""
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
@@ -97,13 +101,13 @@ def _walk_states(
         b_S = S.to(gl.bfloat16)
         left_S = gl.convert_layout(b_S, LEFT_OF_STATE)
         mbarrier.wait(bar_ready.index(stage), phase)
-        K_S = warpgroup_mma(
-            left_S, s_kq.index(stage).slice(0, C).permute((1, 0)), zero, use_acc=False, is_async=True
-        )
-        # What the chunk before left has gone out of its buffers.
-        tma.store_wait(0)
-        gl.thread_barrier()
-        s_state.store(b_S)
+        K_S = warpgroup_mma(left_S, s_K.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        buffer = (first // C) % BUFFERS
+        if BUFFERS == 1:
+            # What the chunk before left has gone out.
+            tma.store_wait(0)
+            gl.thread_barrier()
+        s_state.index(buffer).store(b_S)
         v = s_rows.index(stage).permute((1, 0)).load(TOKENS).to(gl.float32)
         if first + C > length:
             # The rows past the end are another sequence's.
@@ -112,19 +116,22 @@ def _walk_states(
         K_S = warpgroup_mma_wait(0, deps=(K_S,))
         # The tile holds minus K_plus.
         R = _twice((K_S + v).to(gl.bfloat16))
-        U = warpgroup_mma(R, s_square.index(stage).slice(0, C).permute((1, 0)), zero, use_acc=False, is_async=True)
+        U = warpgroup_mma(R, s_T.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
         S *= decay
         U = warpgroup_mma_wait(0, deps=(U,))
         # As in the forward: the state keeps what the rounding of U lost for as long as the gate is slow.
         high, low = pair(U)
         S = warpgroup_mma(gl.convert_layout(high, LEFT_OF_STATE), s_end.index(stage), S, is_async=True)
         S = warpgroup_mma(gl.convert_layout(low, LEFT_OF_STATE), s_end.index(stage), S, is_async=True)
-        s_out.permute((1, 0)).store(U.to(gl.bfloat16))
+        s_out.index(buffer).permute((1, 0)).store(U.to(gl.bfloat16))
         fence_async_shared()
         gl.thread_barrier()
-        tma.async_copy_shared_to_global(d_states, [chunk * V + column, 0], s_state)
-        tma.async_copy_shared_to_global(d_U, [chunk * C, column], s_out)
+        tma.async_copy_shared_to_global(d_states, [chunk * V + column, 0], s_state.index(buffer))
+        tma.async_copy_shared_to_global(d_U, [chunk * C, column], s_out.index(buffer))
         S = warpgroup_mma_wait(0, deps=(S,))
+        if BUFFERS == 2:
+            # What the chunk before left has gone out.
+            tma.store_wait(2)
         gl.thread_barrier()
         mbarrier.arrive(bar_free.index(stage), count=1)
         chunk += HV
@@ -138,8 +145,9 @@ def _walk_states(
 @gluon.jit
 def _walk_gradient(
     d_dstates, d_dv, p_dS, p_dv, p_dS0, chunk, row, length, HV, column, out_column, o_t,
-    s_kq, s_end, s_square, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
+    s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
     S_v, S_k, V: gl.constexpr, K: gl.constexpr, HAS_DS: gl.constexpr, STORE_DS0: gl.constexpr, STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """From the last chunk to the first: the gradient D of the state after each, and of R, which is that of v."""
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
@@ -164,10 +172,12 @@ def _walk_gradient(
         left_D = gl.convert_layout(b_D, LEFT_OF_STATE)
         mbarrier.wait(bar_ready.index(stage), phase)
         X = warpgroup_mma(left_D, s_end.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-        # What the chunk before left has gone out of its buffers.
-        tma.store_wait(0)
-        gl.thread_barrier()
-        s_state.store(b_D)
+        buffer = i % BUFFERS
+        if BUFFERS == 1:
+            # What the chunk before left has gone out.
+            tma.store_wait(0)
+            gl.thread_barrier()
+        s_state.index(buffer).store(b_D)
         do = s_rows.index(stage).permute((1, 0)).load(LEFT)
         if first + C > length:
             # The rows past the end are another sequence's.
@@ -176,30 +186,31 @@ def _walk_gradient(
         decay = gl.expand_dims(s_decay.index(stage).reshape((K,)).load(gl.SliceLayout(0, STATE)), 0)
         D *= decay
         do_of_state = gl.convert_layout(do, LEFT_OF_STATE)
-        square = s_square.index(stage)
-        kq = s_kq.index(stage)
         # Products with values and with what their rounding lost, side by side.
-        both = warpgroup_mma(
-            gl.convert_layout(do, LEFT_OF_PAIR), square.slice(C, C), zeros, use_acc=False, is_async=True
-        )
+        left_do = gl.convert_layout(do, LEFT_OF_PAIR)
+        both = warpgroup_mma(left_do, s_M.index(stage), zeros, use_acc=False, is_async=True)
         X = warpgroup_mma_wait(1, deps=(X,))
-        both = warpgroup_mma(gl.convert_layout(X.to(gl.bfloat16), LEFT_OF_PAIR), square.slice(0, C), both, is_async=True)
-        D = warpgroup_mma(do_of_state, kq.slice(C, C), D, is_async=True)
+        left_X = gl.convert_layout(X.to(gl.bfloat16), LEFT_OF_PAIR)
+        both = warpgroup_mma(left_X, s_T.index(stage), both, is_async=True)
+        D = warpgroup_mma(do_of_state, s_Q.index(stage), D, is_async=True)
         both = warpgroup_mma_wait(1, deps=(both,))
         high, low = gl.split(gl.permute(gl.reshape(both, (BV, 2, C)), (0, 2, 1)))
         dR = gl.convert_layout(high + low, TOKENS)
         high, low = pair(dR)
-        D = warpgroup_mma(gl.convert_layout(high, LEFT_OF_STATE), kq.slice(0, C), D, is_async=True)
-        D = warpgroup_mma(gl.convert_layout(low, LEFT_OF_STATE), kq.slice(0, C), D, is_async=True)
-        s_out.permute((1, 0)).store(dR.to(gl.bfloat16))
+        D = warpgroup_mma(gl.convert_layout(high, LEFT_OF_STATE), s_K.index(stage), D, is_async=True)
+        D = warpgroup_mma(gl.convert_layout(low, LEFT_OF_STATE), s_K.index(stage), D, is_async=True)
+        s_out.index(buffer).permute((1, 0)).store(dR.to(gl.bfloat16))
         fence_async_shared()
         gl.thread_barrier()
-        tma.async_copy_shared_to_global(d_dstates, [chunk * V + column, 0], s_state)
+        tma.async_copy_shared_to_global(d_dstates, [chunk * V + column, 0], s_state.index(buffer))
         if first + C > length:
-            gl.store(p_out + first.to(gl.int64) * o_t, s_out.load(OUT), mask=first + o_row < length)
+            gl.store(p_out + first.to(gl.int64) * o_t, s_out.index(buffer).load(OUT), mask=first + o_row < length)
         else:
-            tma.async_copy_shared_to_global(d_dv, [row + first, out_column], s_out)
+            tma.async_copy_shared_to_global(d_dv, [row + first, out_column], s_out.index(buffer))
         D = warpgroup_mma_wait(0, deps=(D,))
+        if BUFFERS == 2:
+            # What the chunk before left has gone out.
+            tma.store_wait(2)
         gl.thread_barrier()
         mbarrier.arrive(bar_free.index(stage), count=1)
         chunk -= HV
@@ -215,40 +226,41 @@ def _walk_gradient(
 @gluon.jit
 def _walk(
     d_states, d_U, d_dstates, d_dv, p_S0, p_dS, p_dv, p_dS0, chunk, row, length, HV, column, out_column, o_t, is_gradient,
-    s_kq, s_end, s_square, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
+    s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
     S0_v, S0_k, S_v, S_k, V: gl.constexpr, K: gl.constexpr, HAS_S0: gl.constexpr, HAS_DS: gl.constexpr,
-    STORE_DS0: gl.constexpr, STAGES: gl.constexpr,
+    STORE_DS0: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     if is_gradient:
         _walk_gradient(
             d_dstates, d_dv, p_dS, p_dv, p_dS0, chunk, row, length, HV, column, out_column, o_t,
-            s_kq, s_end, s_square, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
-            S_v, S_k, V, K, HAS_DS, STORE_DS0, STAGES,
+            s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
+            S_v, S_k, V, K, HAS_DS, STORE_DS0, STAGES, BUFFERS,
         )  # fmt: skip
     else:
         _walk_states(
             d_states, d_U, p_S0, chunk, length, HV, column,
-            s_kq, s_end, s_square, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
-            S0_v, S0_k, V, K, HAS_S0, STAGES,
+            s_K, s_end, s_T, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
+            S0_v, S0_k, V, K, HAS_S0, STAGES, BUFFERS,
         )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["T", "N", "HV"])
 def walks(
-    d_kq, d_end, d_square, d_decay, d_v, d_do, d_states, d_U, d_dstates, d_dv, p_cu, p_S0, p_dS, p_dv, p_dS0,
+    d_tile, d_square, d_decay, d_v, d_do, d_states, d_U, d_dstates, d_dv, p_cu, p_S0, p_dS, p_dv, p_dS0,
     o_b, o_t, o_h, S0_n, S0_h, S0_v, S0_k, S_n, S_h, S_v, S_k,
     T, N, HV,
     K: gl.constexpr, V: gl.constexpr, PACKED: gl.constexpr, HAS_S0: gl.constexpr, HAS_DS: gl.constexpr,
-    STORE_DS0: gl.constexpr, STAGES: gl.constexpr,
+    STORE_DS0: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """One (sequence, value head, 64 columns of V), by even programs the states and by odd ones their gradients.
 
     Args:
-        d_kq, d_end, d_square, d_decay, d_v: see ``flash_kda.backends.hopper.recurrence.walk``; d_do, d_dv: as d_v.
+        d_tile: descriptor of the tiles, blocks ``[C, K]``; d_square: of the squares, blocks ``[C, 2 C]``.
+        d_decay, d_v: see ``flash_kda.backends.hopper.recurrence.walk``; d_do, d_dv: as d_v.
         d_states, d_dstates: descriptors of ``[slots * HV * V, K]`` with blocks ``[BV, K]``; d_U: of
             ``[slots * HV * C, V]`` with blocks ``[C, BV]``.
         p_dv: ``[B, T, HV, V]`` with the strides of o. p_dS, p_dS0: with the strides of S.
-        The others: see ``flash_kda.backends.triton.walks.walks``.
+        BUFFERS: for what goes out, 1 or 2. The others: see ``flash_kda.backends.triton.walks.walks``.
     """
     is_gradient = gl.program_id(0) % 2 == 1
     pid = gl.program_id(0) // 2
@@ -266,13 +278,15 @@ def walks(
         length = T
         slot = n * ((T + C - 1) // C)
         batch = n
-    s_kq = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * C, K], d_kq.layout)
-    s_end = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], d_end.layout)
-    s_square = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * C, 2 * C], d_square.layout)
+    s_K = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], d_tile.layout)
+    s_Q = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], d_tile.layout)
+    s_end = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], d_tile.layout)
+    s_T = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, 2 * C], d_square.layout)
+    s_M = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, 2 * C], d_square.layout)
     s_decay = gl.allocate_shared_memory(gl.float32, [STAGES, 1, K], d_decay.layout)
     s_rows = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, BV], d_v.layout)
-    s_state = gl.allocate_shared_memory(gl.bfloat16, [BV, K], d_states.layout)
-    s_out = gl.allocate_shared_memory(gl.bfloat16, [C, BV], d_v.layout)
+    s_state = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BV, K], d_states.layout)
+    s_out = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, C, BV], d_v.layout)
     bar_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     bar_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -287,11 +301,11 @@ def walks(
             d_states, d_U, d_dstates, d_dv, p_S0 + n * S0_n + i_h * S0_h, p_dS + n * S_n + i_h * S_h,
             p_dv + batch * o_b + start * o_t + i_h * o_h, p_dS0 + n * S_n + i_h * S_h,
             chunk, row, length, HV, column, i_h * V + column, o_t, is_gradient,
-            s_kq, s_end, s_square, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
-            S0_v, S0_k, S_v, S_k, V, K, HAS_S0, HAS_DS, STORE_DS0, STAGES,
+            s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
+            S0_v, S0_k, S_v, S_k, V, K, HAS_S0, HAS_DS, STORE_DS0, STAGES, BUFFERS,
         )),
         (_load_chunks, (
-            d_kq, d_end, d_square, d_decay, d_v, d_do, chunk, row, length, HV, i_h * V + column, is_gradient,
-            s_kq, s_end, s_square, s_decay, s_rows, bar_ready, bar_free, STAGES,
+            d_tile, d_square, d_decay, d_v, d_do, chunk, row, length, HV, i_h * V + column, is_gradient,
+            s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows, bar_ready, bar_free, STAGES,
         )),
     ], [1], [24])  # fmt: skip
