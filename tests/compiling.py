@@ -115,6 +115,7 @@ class Built:
         wide_loads, wide_stores: of 16 bytes by a thread.
         arithmetic: how many multiply-adds, products, sums and differences.
         order: loads from and stores to memory, and barriers, as the compiler has them in the end.
+        late_loads: of 16 bytes by a thread, after the first exchange between threads of a warp in the machine's code.
     """
 
     error: str | None = None
@@ -127,6 +128,7 @@ class Built:
     wide_stores: int = 0
     arithmetic: tuple[int, ...] = ()
     order: tuple[str, ...] = ()
+    late_loads: int = 0
 
 
 def source_of(launch: Launch, dtypes: Dtypes) -> Any:
@@ -154,14 +156,19 @@ def source_of(launch: Launch, dtypes: Dtypes) -> Any:
     return ASTSource(launch.kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in divisible})
 
 
-def registers_and_stack(compiled: Any) -> tuple[int, int]:
-    """Registers of a thread of a compiled kernel, and the bytes that it spills."""
+def _told_of(compiled: Any, what: str) -> str:
+    """What the disassembler tells of a compiled kernel."""
     import triton
 
     with tempfile.TemporaryDirectory() as folder:
         (cubin := Path(folder, "kernel.cubin")).write_bytes(compiled.asm["cubin"])
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin]
-        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        command = [triton.knobs.nvidia.cuobjdump.path, what, cubin]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def registers_and_stack(compiled: Any) -> tuple[int, int]:
+    """Registers of a thread of a compiled kernel, and the bytes that it spills."""
+    usage = _told_of(compiled, "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
     return int(found[1]), int(found[2])
@@ -191,6 +198,7 @@ def compile_launch(
         wide_stores=ptx.count("st.global.v4.b32"),
         arithmetic=tuple(ptx.count(f"{kind}.f32") for kind in ("fma.rn", "mul", "add", "sub")),
         order=tuple(re.findall(r"tt\.load|tt\.store|gpu\.barrier", ttgir)),
+        late_loads=len(re.findall(r"\bLDG\.E\S*\.128\b", _told_of(compiled, "-sass").partition("SHFL")[2])),
     )
 
 

@@ -95,11 +95,14 @@ def launched_directly(
         The last one's output, and the last pointers that its kernel got, which are its tensors'.
     """
     for call in calls:
-        with mock.patch.object(torch, "empty", wraps=torch.empty) as empty:
+        with (
+            mock.patch.object(torch, "empty", wraps=torch.empty) as empty,
+            mock.patch.object(torch, "empty_like", wraps=torch.empty_like) as empty_like,
+        ):
             o = function(**call, backend="triton")
     assert len(jitted.by_triton) == 1
     assert len(jitted.direct) == len(calls) - 1
-    assert empty.call_count == allocations
+    assert empty.call_count + empty_like.call_count == allocations
     key, arguments = jitted.direct[-1]
     (grid, given, _), values = jitted.by_triton[0], values_of(jitted.by_triton[0][1])
     assert key == jitted.keys[0]

@@ -97,6 +97,7 @@ def test_the_floor_counts_every_byte_once() -> None:
     assert SMALL.floor_bytes == sum(x.numel() * x.element_size() for x in once)
     assert shapes.cases("decode")["b32-h12"].floor_bytes == 32 * 12 * 65536 * 2
     assert shapes.cases("decode")["b32-t4-h12"].floor_bytes == 32 * 12 * 65536 * 5
+    assert shapes.cases("decode")["b128-t4-out-h12"].floor_bytes == 128 * 12 * 65536
     assert shapes.cases("decode")["b32-step-h12"].floor_bytes == 32 * 12 * (65536 + 3 * 3 * 128 * 2) * 2
     assert harness.floor_ms(4300, 4.3e6) == pytest.approx(1.0)
 

@@ -132,6 +132,8 @@ def test_compiles(build: DecodeBuild, built: Built) -> None:
     if build.layout == "vk" and (p.K, p.state_dtype) == (128, torch.float32):
         # Sums over K and the vectors along it stay in the warp; only the output passes through shared memory.
         assert built.shared <= 4 * c.BV
+    if p.T == 1 and not p.packed:
+        assert built.late_loads == 0, "a load waits for another one to have been used"
 
 
 @pytest.mark.offline

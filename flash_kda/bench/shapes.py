@@ -38,6 +38,7 @@ class Case:
         packed: sequences lie one after another along T with ``cu_seqlens``; otherwise they form the batch dimension.
         head_dim: K = V. seed: of the inputs.
         step: of decoding: with the convolutions before it and the norm after it.
+        writes: of decoding: states go to the pool; otherwise the output is all there is.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Case:
     head_dim: int = 128
     seed: int = 0
     step: bool = False
+    writes: bool = True
 
     @property
     def channels(self) -> tuple[int, int, int]:
@@ -69,13 +71,14 @@ class Case:
         """Bytes that are moved at least.
 
         Forward (prefill and scale): bf16 q, k, v, g, o and beta once, fp32 states in and out once. Decode: the states
-        alone, which are what bounds it, in once and out once for each token; of a step the bf16 last inputs of the
-        convolutions too.
+        alone, which are what bounds it, in once and, if they are written, out once for each token; of a step the bf16
+        last inputs of the convolutions too.
         Training: the forward, then its inputs and the output's gradient in once and five gradients out once.
         """
         if self.op == "decode":
             last_inputs = 2 * (WIDTH - 1) * sum(self.channels) if self.step else 0
-            return (4 * self.heads * self.head_dim**2 + last_inputs) * (len(self.lengths) + self.tokens)
+            moved = len(self.lengths) + (self.tokens if self.writes else 0)
+            return (4 * self.heads * self.head_dim**2 + last_inputs) * moved
         per_token_head = 2 * ((14 * self.head_dim + 3) if self.op == "train" else (5 * self.head_dim + 1))
         states = 2 * 4 * len(self.lengths) * self.head_dim**2
         return self.heads * (self.tokens * per_token_head + states)
@@ -117,10 +120,14 @@ def skewed(heads: int) -> Case:
     return Case(f"skewed{len(SKEWED)}-{sum(SKEWED)}-h{heads}", "scale", SKEWED, heads, packed=True)
 
 
-def decode(batch: int, heads: int, tokens: int = 1) -> Case:
-    """One token for each of ``batch`` rows, or a draft of several to verify, each with a slot for its state."""
-    drafted = f"-t{tokens}" if tokens > 1 else ""
-    return Case(f"b{batch}{drafted}-h{heads}", "decode", (tokens,) * batch, heads)
+def decode(batch: int, heads: int, tokens: int = 1, writes: bool = True) -> Case:
+    """One token for each of ``batch`` rows, or a draft of several to verify, each with a slot for its state.
+
+    Args:
+        writes: False leaves the states as they are, as verification may that computes the accepted tokens once more.
+    """
+    drafted = (f"-t{tokens}" if tokens > 1 else "") + ("" if writes else "-out")
+    return Case(f"b{batch}{drafted}-h{heads}", "decode", (tokens,) * batch, heads, writes=writes)
 
 
 def step(batch: int, heads: int) -> Case:
@@ -139,6 +146,7 @@ CASES: tuple[Case, ...] = (
     uniform("prefill", 32, 256, 32),
     uniform("prefill", 512, 16, 12),
     *(decode(batch, heads, tokens) for tokens in (1, 4) for heads in (12, 32) for batch in (1, 32, 128, 256)),
+    *(decode(128, heads, 4, writes=False) for heads in (12, 32)),
     *(step(batch, heads) for heads in (12, 32) for batch in (1, 32, 128, 256)),
     *(uniform("train", 1, 8192, heads) for heads in (32, 64)),
     uniform("train", 1, 32768, 4),
@@ -149,7 +157,7 @@ CASES: tuple[Case, ...] = (
 # The skewed batch, and its long and its short sequences alone.
 SKEWED_CASE, *SKEWED_PARTS = "skewed64-73600-h8", "1x65536-h8", "63x128-h8"
 # What `--quick` measures: one long sequence with many and with few heads, uneven and even packed batches.
-QUICK_DECODE = ("b1-h12", "b128-h12", "b256-h32", "b128-t4-h12")
+QUICK_DECODE = ("b1-h12", "b128-h12", "b256-h32", "b128-t4-h12", "b128-t4-out-h12")
 QUICK = ("1x8192-h64", "1x8192-h12", "mixed6-8192-h96", "8x1024-h64")
 
 

@@ -62,19 +62,19 @@ def _add_both_and_max(a1, a2, a3, b1, b2, b3):
 
 
 @gluon.jit
-def _announce(s_chunk, row, last, chunk, i_h):
+def _announce(s_words, row, last, chunk, i_h):
     """Tell the warps that compute which chunk a stage holds."""
     o = gl.arange(0, 4, LANES)
-    s_chunk.store(gl.where(o < 2, gl.where(o == 0, row, last), gl.where(o == 2, chunk, i_h)))
+    s_words.store(gl.where(o < 2, gl.where(o == 0, row, last), gl.where(o == 2, chunk, i_h)))
     gl.thread_barrier()
 
 
 @gluon.jit
-def _announced(s_chunk):
+def _announced(s_words):
     """What :func:`_announce` was told."""
     EVERYWHERE: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     o = gl.arange(0, 4, EVERYWHERE)
-    x = s_chunk.load(EVERYWHERE)
+    x = s_words.load(EVERYWHERE)
     row = gl.sum(gl.where(o == 0, x, 0), 0)
     last = gl.sum(gl.where(o == 1, x, 0), 0)
     chunk = gl.sum(gl.where(o == 2, x, 0), 0)
@@ -83,9 +83,33 @@ def _announced(s_chunk):
 
 
 @gluon.jit
+def _load_parameters(
+    p_beta, p_A_log, p_dt_bias, beta_t, beta_h, row, last, i_h, s_beta, s_a, s_bias,
+    K: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
+):  # fmt: skip
+    """Beta of the rows of q and again of k, exp(A_log) and dt_bias, for which nobody who computes then waits."""
+    o_pair = gl.arange(0, 2 * C, gl.BlockedLayout([2], [32], [1], [0]))
+    i_beta = (row + gl.minimum(o_pair % C, last)).to(gl.int64)
+    s_beta.store(gl.load(p_beta + i_beta * beta_t + i_h * beta_h).to(gl.float32))
+    if HAS_A_LOG:
+        s_a.store(gl.exp(gl.load(p_A_log + i_h + gl.zeros([4], gl.int32, LANES))))
+    if HAS_DT_BIAS:
+        s_bias.store(gl.load(p_dt_bias + i_h * K + gl.arange(0, K, LANES)))
+
+
+@gluon.jit
+def _scale_rows(x, s_r, last):
+    """``[K, C]`` times a factor per token; zero past the last, where rows are another sequence's."""
+    x *= gl.expand_dims(s_r.load(OF_TOKEN), 0)
+    if last < C - 1:
+        x = gl.where(gl.expand_dims(gl.arange(0, C, OF_TOKEN), 0) <= last, x, 0.0)
+    return x
+
+
+@gluon.jit
 def _load_chunks(
-    d_q, d_k, d_g, d_do, d_dR, d_U, d_states, d_dstates, p_cu, p_hard, p_dA_part, p_dbias_part, T, N, HV, CHUNKS_END,
-    s_chunk, s_qk, s_g, s_rows, s_U, s_S, s_dS, bar_ready, bar_free, bar_S_ready, bar_S_free,
+    d_q, d_k, d_g, d_do, d_dR, d_U, d_states, d_dstates, p_beta, p_A_log, p_dt_bias, p_cu, p_hard, p_dA_part, p_dbias_part,
+    beta_t, beta_h, T, N, HV, CHUNKS_END, s_words, s_beta, s_a, s_bias, s_qk, s_g, s_rows, s_U, s_S, s_dS, bar_ready, bar_free, bar_S_ready, bar_S_free,
     K: gl.constexpr, V: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr, PACKED: gl.constexpr,
     CHUNKS: gl.constexpr,
 ):  # fmt: skip
@@ -115,7 +139,11 @@ def _load_chunks(
         if is_taken:
             i_h = chunk % HV
             mbarrier.wait(bar_free.index(stage), phase ^ 1)
-            _announce(s_chunk.index(stage), row, last, chunk, i_h)
+            _load_parameters(
+                p_beta, p_A_log, p_dt_bias, beta_t, beta_h, row, last, i_h,
+                s_beta.index(stage), s_a.index(stage), s_bias.index(stage), K, HAS_A_LOG, HAS_DT_BIAS,
+            )  # fmt: skip
+            _announce(s_words.index(stage), row, last, chunk, i_h)
             bar = bar_ready.index(stage)
             mbarrier.expect(bar, 3 * d_q.block_type.nbytes + 3 * d_U.block_type.nbytes)
             tma.async_copy_global_to_shared(d_do, [row, i_h * V], bar, s_rows.index(stage).slice(0, C))
@@ -136,7 +164,7 @@ def _load_chunks(
                 phase ^= 1
         chunk += gl.num_programs(0)
     mbarrier.wait(bar_free.index(stage), phase ^ 1)
-    _announce(s_chunk.index(stage), 0, -1, 0, 0)
+    _announce(s_words.index(stage), 0, -1, 0, 0)
     mbarrier.arrive(bar_ready.index(stage), count=1)
 
 
@@ -169,9 +197,9 @@ def _unit(largest):
 
 @gluon.jit
 def _chunk(
-    p_beta, p_A_log, p_dt_bias, p_dq, p_dk, p_dg, p_dbeta, p_dA_part, p_dbias_part, beta_t, beta_h,
-    row, last, chunk, i_h, HV, scale, lower_bound, s_qk, s_g, s_rows, s_U, s_S, s_dS, s_squares, s_sums,
-    s_norms, s_largest, s_out, bar_free, bar_S_ready, bar_S_free, stage, phase_S,
+    p_dq, p_dk, p_dg, p_dbeta, p_dA_part, p_dbias_part,
+    row, last, chunk, i_h, HV, scale, lower_bound,
+    s_beta, s_a, s_bias, s_qk, s_g, s_rows, s_U, s_S, s_dS, s_squares, s_sums, s_norms, s_largest, s_out, bar_free, bar_S_ready, bar_S_free, stage, phase_S,
     K: gl.constexpr, V: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
     NEG_EIGVAL: gl.constexpr, LEAST_BETA: gl.constexpr,
 ):  # fmt: skip
@@ -182,15 +210,6 @@ def _chunk(
     zero = gl.zeros([K, C], gl.float32, TOKENS)
     o_pair = gl.arange(0, 2 * C, gl.SliceLayout(1, PAIRS))
     o_late = o_pair % C
-    i_beta = (row + gl.minimum(o_late, last)).to(gl.int64)
-    raw_beta = gl.load(p_beta + i_beta * beta_t + i_h * beta_h)
-    a = 1.0
-    if HAS_A_LOG:
-        a = gl.load(p_A_log + i_h)
-    bias = gl.zeros([K], gl.float32, OF_CHANNEL)
-    if HAS_DT_BIAS:
-        bias = gl.load(p_dt_bias + i_h * K + o_c)
-
     s_rows = s_rows.index(stage)
     s_U = s_U.index(stage)
     s_do = s_rows.slice(0, C)
@@ -205,8 +224,12 @@ def _chunk(
     by_q = warpgroup_mma(s_qk, s_q.permute((1, 0)), empty, use_acc=False, is_async=True)
     by_k = warpgroup_mma(s_qk, s_k.permute((1, 0)), empty, use_acc=False, is_async=True)
     # Decays from the chunk's middle to each token; later from its start and to its end.
+    a = 1.0
     if HAS_A_LOG:
-        a = gl.exp(a)
+        a = gl.max(s_a.index(stage).load(gl.BlockedLayout([4], [32], [WARPS], [0])), 0)
+    bias = gl.zeros([K], gl.float32, OF_CHANNEL)
+    if HAS_DT_BIAS:
+        bias = s_bias.index(stage).load(OF_CHANNEL)
     bias = gl.expand_dims(bias, 1)
     g2 = log2_decay(_tile(s_g), a, bias, lower_bound, valid, GATE)
     early, late = _halves(g2)
@@ -235,16 +258,8 @@ def _chunk(
     s_largest.store(largest)
     unit, over_unit = _unit(gl.max(s_largest.load(PER_WARP), 0))
     s_squares.store((D * over_unit).to(gl.bfloat16))
-    rq = gl.expand_dims(s_norms.slice(0, C).load(OF_TOKEN), 0)
-    rk = gl.expand_dims(s_norms.slice(C, C).load(OF_TOKEN), 0)
-    q = _tile(s_q)
-    k = _tile(s_k)
-    if last < C - 1:
-        # The rows past the end are another sequence's.
-        q = gl.where(valid, q, 0.0)
-        k = gl.where(valid, k, 0.0)
-    q *= rq * scale
-    k *= rk
+    q = _scale_rows(_tile(s_q), s_norms.slice(0, C), last) * scale
+    k = _scale_rows(_tile(s_k), s_norms.slice(C, C), last)
     from_mid = warpgroup_mma_wait(3, deps=(from_mid,))
     e_row = exp2(from_mid + ROOM)
     e_column = reciprocal(e_row)
@@ -270,6 +285,9 @@ def _chunk(
         dQ_plus = gl.where(valid, dQ_plus, 0.0)
         minus_dK_plus = gl.where(valid, minus_dK_plus, 0.0)
     from_start = e_row * gl.expand_dims(exp2(early - ROOM), 1)
+    # Read again, since registers are short meanwhile.
+    q = _scale_rows(_tile(s_q), s_norms.slice(0, C), last) * scale
+    k = _scale_rows(_tile(s_k), s_norms.slice(C, C), last)
     to_end = e_column * gl.expand_dims(exp2(late + ROOM), 1)
     dQ_plus *= from_start
     minus_dK_plus *= from_start
@@ -293,8 +311,8 @@ def _chunk(
     dk += dk_row * e_row + dk_column * e_column
     q *= 1.0 / scale
     q_dq, k_dk = gl.reduce((q * dq, k * dk), 0, _add_both)
-    dq = rq * (dq - q * gl.expand_dims(q_dq, 0))
-    dk = rk * (dk - k * gl.expand_dims(k_dk, 0))
+    dq = gl.expand_dims(s_norms.slice(0, C).load(OF_TOKEN), 0) * (dq - q * gl.expand_dims(q_dq, 0))
+    dk = gl.expand_dims(s_norms.slice(C, C).load(OF_TOKEN), 0) * (dk - k * gl.expand_dims(k_dk, 0))
     dg = warpgroup_mma_wait(0, deps=(dg,))
     dg += gl.expand_dims(after, 1)
     draw, dA = gate_gradient(dg, g2, _tile(s_g), a, bias, lower_bound, GATE)
@@ -302,12 +320,10 @@ def _chunk(
     dA = gl.sum(gl.where(valid, dA, 0.0), 1)
     dbias = gl.sum(draw, 1)
 
-    gl.thread_barrier()
-    mbarrier.arrive(bar_free, count=1)
     s_out.index(0).permute((1, 0)).store(dq.to(gl.bfloat16))
     s_out.index(1).permute((1, 0)).store(dk.to(gl.bfloat16))
     s_out.index(2).permute((1, 0)).store(draw.to(gl.bfloat16))
-    raw_beta = raw_beta.to(gl.float32)
+    raw_beta = s_beta.index(stage).load(gl.SliceLayout(1, PAIRS))
     beta = at_least(activated_beta(raw_beta, True, NEG_EIGVAL), LEAST_BETA)
     dbeta = of_beta / beta / beta
     if NEG_EIGVAL:
@@ -315,6 +331,7 @@ def _chunk(
     z = exp2(-gl.abs(raw_beta) * LOG2E)
     dbeta *= z / ((1.0 + z) * (1.0 + z))
     gl.thread_barrier()
+    mbarrier.arrive(bar_free, count=1)
     p_to = p_dbeta + (row + o_late).to(gl.int64) * HV + i_h
     gl.store(p_to, dbeta.to(p_dbeta.dtype.element_ty), mask=(o_pair >= C) & (o_late <= last))
     i_part = chunk.to(gl.int64) * K + o_c
@@ -333,9 +350,8 @@ def _chunk(
 
 @gluon.jit
 def _take_chunks(
-    p_beta, p_A_log, p_dt_bias, p_dq, p_dk, p_dg, p_dbeta, p_dA_part, p_dbias_part, beta_t, beta_h,
-    HV, scale, lower_bound,
-    s_chunk, s_qk, s_g, s_rows, s_U, s_S, s_dS, s_squares, s_sums, s_norms, s_largest, s_out,
+    p_dq, p_dk, p_dg, p_dbeta, p_dA_part, p_dbias_part, HV, scale, lower_bound,
+    s_words, s_beta, s_a, s_bias, s_qk, s_g, s_rows, s_U, s_S, s_dS, s_squares, s_sums, s_norms, s_largest, s_out,
     bar_ready, bar_free, bar_S_ready, bar_S_free,
     K: gl.constexpr, V: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
     NEG_EIGVAL: gl.constexpr, LEAST_BETA: gl.constexpr,
@@ -354,12 +370,11 @@ def _take_chunks(
     phase = 0
     phase_S = 0
     mbarrier.wait(bar_ready.index(0), 0)
-    row, last, chunk, i_h = _announced(s_chunk.index(0))
+    row, last, chunk, i_h = _announced(s_words.index(0))
     while last >= 0:
         _chunk(
-            p_beta, p_A_log, p_dt_bias, p_dq, p_dk, p_dg, p_dbeta, p_dA_part, p_dbias_part, beta_t, beta_h,
-            row, last, chunk, i_h, HV, scale, lower_bound,
-            s_qk, s_g, s_rows, s_U, s_S, s_dS, s_squares, s_sums, s_norms, s_largest, s_out,
+            p_dq, p_dk, p_dg, p_dbeta, p_dA_part, p_dbias_part, row, last, chunk, i_h, HV, scale, lower_bound,
+            s_beta, s_a, s_bias, s_qk, s_g, s_rows, s_U, s_S, s_dS, s_squares, s_sums, s_norms, s_largest, s_out,
             bar_free.index(stage), bar_S_ready.index(0), bar_S_free.index(0), stage, phase_S,
             K, V, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, LEAST_BETA,
         )  # fmt: skip
@@ -369,7 +384,7 @@ def _take_chunks(
             stage = 0
             phase ^= 1
         mbarrier.wait(bar_ready.index(stage), phase)
-        row, last, chunk, i_h = _announced(s_chunk.index(stage))
+        row, last, chunk, i_h = _announced(s_words.index(stage))
 
 
 @gluon.jit(do_not_specialize=["T", "N", "HV", "lower_bound", "scale", "CHUNKS_END"])
@@ -400,8 +415,10 @@ def gradient(
     SQUARES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
     s_squares = gl.allocate_shared_memory(gl.bfloat16, [2 * C, C], SQUARES)
     s_sums = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], SQUARES)
-    # Of each stage: first row, index of the last token, chunk and head.
-    s_chunk = gl.allocate_shared_memory(gl.int32, [STAGES, 4], PLAIN)
+    s_words = gl.allocate_shared_memory(gl.int32, [STAGES, 4], PLAIN)
+    s_beta = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * C], PLAIN)
+    s_a = gl.allocate_shared_memory(gl.float32, [STAGES, 4], PLAIN)
+    s_bias = gl.allocate_shared_memory(gl.float32, [STAGES, K], PLAIN)
     # Of the rows of q and then k: one over their norms. Of the rows of dM and then dP: largest magnitudes.
     s_norms = gl.allocate_shared_memory(gl.float32, [2 * C], PLAIN)
     s_largest = gl.allocate_shared_memory(gl.float32, [2 * C], PLAIN)
@@ -418,15 +435,14 @@ def gradient(
     fence_async_shared()
     gl.warp_specialize([
         (_take_chunks, (
-            p_beta, p_A_log, p_dt_bias, p_dq, p_dk, p_dg, p_dbeta, p_dA_part, p_dbias_part, beta_t, beta_h,
-            HV, scale, lower_bound,
-            s_chunk, s_qk, s_g, s_rows, s_U, s_S, s_dS, s_squares, s_sums, s_norms, s_largest, s_out,
+            p_dq, p_dk, p_dg, p_dbeta, p_dA_part, p_dbias_part, HV, scale, lower_bound,
+            s_words, s_beta, s_a, s_bias, s_qk, s_g, s_rows, s_U, s_S, s_dS, s_squares, s_sums, s_norms, s_largest, s_out,
             bar_ready, bar_free, bar_S_ready, bar_S_free,
             K, V, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, LEAST_BETA,
         )),
         (_load_chunks, (
-            d_q, d_k, d_g, d_do, d_dR, d_U, d_states, d_dstates, p_cu, p_hard, p_dA_part, p_dbias_part,
-            T, N, HV, CHUNKS_END, s_chunk, s_qk, s_g, s_rows, s_U, s_S, s_dS,
+            d_q, d_k, d_g, d_do, d_dR, d_U, d_states, d_dstates, p_beta, p_A_log, p_dt_bias, p_cu, p_hard, p_dA_part, p_dbias_part,
+            beta_t, beta_h, T, N, HV, CHUNKS_END, s_words, s_beta, s_a, s_bias, s_qk, s_g, s_rows, s_U, s_S, s_dS,
             bar_ready, bar_free, bar_S_ready, bar_S_free, K, V, HAS_A_LOG, HAS_DT_BIAS, PACKED, CHUNKS,
         )),
     ], [1], [24])  # fmt: skip

@@ -96,6 +96,9 @@ def decode(
     known = True
     if HAS_KNOWN:
         known = tl.load(p_known + n * known_n).to(tl.int1)
+    if INDEX != OWN:
+        # What the state waits for is asked for before the other addresses are worked out.
+        tl.debug_barrier()
     if PACKED:
         first = tl.load(p_cu + n * cu_n).to(tl.int64)
         length = tl.load(p_cu + (n + 1) * cu_n).to(tl.int64) - first
@@ -103,7 +106,7 @@ def decode(
         inside = length > 0
     else:
         first = tl.zeros((), tl.int64)
-        length = T.to(tl.int64)
+        length = tl.full((), 1, tl.int64) if SINGLE else T.to(tl.int64)
         batch = n
         inside = True
 
@@ -129,16 +132,18 @@ def decode(
     if INDEX != OWN:
         valid = valid & exists(slot, slots, pad)
     if PACKED:
+        valid = valid & inside
+    p_S += i_h * S_h + (o_v.to(tl.int64)[:, None] * S_v + o_k.to(tl.int64)[None, :] * S_k)
+    m_S = m_v[:, None] & m_k[None, :]
+    # Before the branch below: within one block the compiler puts loads off until what was loaded has been used.
+    S = tl.load(p_S + slot * S_n, mask=m_S & known & valid, other=0.0).to(tl.float32)
+    if PACKED:
         # Rows that belong to nobody are cleared by all programs together.
         clear(p_o, o_t, tl.load(p_cu + N * cu_n).to(tl.int64) + n, T, N, m_v, BV)
-        valid = valid & inside
     if not valid:
         clear(p_o, o_t, first, first + length, 1, m_v, BV)
         return
 
-    p_S += i_h * S_h + (o_v.to(tl.int64)[:, None] * S_v + o_k.to(tl.int64)[None, :] * S_k)
-    m_S = m_v[:, None] & m_k[None, :]
-    S = tl.load(p_S + slot * S_n, mask=m_S & known, other=0.0).to(tl.float32)
     p_o += first * o_t
     if SINGLE:
         S, b_o = after_token(

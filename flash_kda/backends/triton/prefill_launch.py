@@ -78,8 +78,8 @@ def configured_plan(call: PrefillInputs, out: Tensor) -> Plan:
 def prefiller(call: PrefillInputs, planner: Planner) -> Prefiller:
     """All calls of this call's form, as a function of their tensors."""
     v = call.inputs.v
-    shape, dtype, device, index = v.shape, v.dtype, v.device, v.device.index
-    like = torch.empty(shape, dtype=dtype, device="meta") if call.out is None else call.out
+    device, index = v.device, v.device.index
+    like = torch.empty(v.shape, dtype=v.dtype, device="meta") if call.out is None else call.out
     empty = call.problem.N == 0 or call.problem.T == 0
     in_pool = call.checkpoints is not None and call.checkpoints.states is None
     launch = None if empty else planner(call, like)
@@ -87,7 +87,7 @@ def prefiller(call: PrefillInputs, planner: Planner) -> Prefiller:
     def prefill(tensors: PrefillTensors, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
         *others, offsets, cu_offsets, kept, target, out = tensors
         if out is None:
-            out = torch.empty(shape, dtype=dtype, device=device)
+            out = torch.empty_like(tensors[2], memory_format=torch.contiguous_format)
         if launch is None:
             return out.zero_()
         *others, pool, indices, known, cu = others
