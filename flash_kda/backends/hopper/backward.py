@@ -28,9 +28,9 @@ def describe(call: Signature, config: Config, device: Device, of_dS: Written | N
     of_states = (chunks * p.V, p.K, p.K)
     of_U = (chunks * C, p.V, p.V)
 
-    walking = configure_walks(2 * N * HV * p.V // BV, device)
+    walking = configure_walks(p, device)
     # The launches of a half are given the same values.
-    given = {**first[-1].values, "STAGES": walking.stages, "BUFFERS": walking.buffers}
+    given = {**first[-1].values, "STAGES": walking.stages, "BUFFERS": walking.buffers, "PARTS": walking.parts}
     matrices = {
         "tile": tiles_of(call, config, C, p.K),
         "square": squares_of(call, config, C),
@@ -43,7 +43,8 @@ def describe(call: Signature, config: Config, device: Device, of_dS: Written | N
         "U": Matrix("U", *of_U, (C, BV)),
     }
     prepare_all = preparation(call, config, given, PREPARE_PROGRAMS * device.multiprocessors)
-    walk_all = Launch(walks, walking.programs, given, walking.options, matrices)
+    programs = 2 * N * HV * p.V // (BV * walking.parts)
+    walk_all = Launch(walks, programs, given, walking.options, matrices)
     if p.H != HV or p.V not in (64, 128):
         return (tiles, [*prepare_all, walk_all]), (parts, second)
 

@@ -81,11 +81,11 @@ class WalksConfig:
     """How the walks of the backward are launched.
 
     Attributes:
-        programs: of one warpgroup each. stages: chunks in flight. buffers: for what goes out.
+        parts: warpgroups per program, BV columns each. stages: chunks in flight. buffers: for what goes out.
         registers: as ``walk_registers`` of the forward.
     """
 
-    programs: int
+    parts: int
     stages: int
     buffers: int
     registers: int | None
@@ -95,8 +95,13 @@ class WalksConfig:
         return {"num_warps": 4} | ({} if self.registers is None else {"maxnreg": self.registers})
 
 
-def configure_walks(programs: int, device: Device) -> WalksConfig:
-    """Two programs share a multiprocessor where there are more of them than multiprocessors."""
-    if programs <= device.multiprocessors:
-        return WalksConfig(programs, stages=4, buffers=2, registers=None)
-    return WalksConfig(programs, stages=2, buffers=1, registers=128)
+def configure_walks(problem: Problem, device: Device) -> WalksConfig:
+    """As in the forward, with two walks for each (sequence, value head, BV columns)."""
+    p = problem
+    walks = 2 * (p.N or p.B) * (p.HV or p.H) * (p.V // BV)
+    if walks <= device.multiprocessors:
+        return WalksConfig(parts=1, stages=4, buffers=2, registers=None)
+    if p.V % (2 * BV) == 0:
+        # Two warpgroups share the tiles that they both read.
+        return WalksConfig(parts=2, stages=3, buffers=2, registers=None)
+    return WalksConfig(parts=1, stages=2, buffers=1, registers=128)

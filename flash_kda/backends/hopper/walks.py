@@ -33,7 +33,7 @@ OUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 @gluon.jit
 def _load_chunks(
     d_tile, d_square, d_decay, d_v, d_do, chunk, row, length, HV, column, is_gradient,
-    s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows, bar_ready, bar_free, STAGES: gl.constexpr,
+    s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows, bar_ready, bar_free, STAGES: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Copy every chunk as soon as its stage is free: of the gradient's walk from the last one on."""
     count = (length + C - 1) // C
@@ -49,16 +49,20 @@ def _load_chunks(
         bar = bar_ready.index(stage)
         ALWAYS: gl.constexpr = (
             2 * d_tile.block_type.nbytes + d_square.block_type.nbytes + d_decay.block_type.nbytes
-            + d_v.block_type.nbytes
+            + PARTS * d_v.block_type.nbytes
         )  # fmt: skip
         if is_gradient:
             mbarrier.expect(bar, ALWAYS + d_tile.block_type.nbytes + d_square.block_type.nbytes)
-            tma.async_copy_global_to_shared(d_do, [row, column], bar, s_rows.index(stage))
+            for part in gl.static_range(PARTS):
+                at = stage * PARTS + part
+                tma.async_copy_global_to_shared(d_do, [row, column + part * BV], bar, s_rows.index(at))
             tma.async_copy_global_to_shared(d_tile, [chunk * (3 * C) + C, 0], bar, s_Q.index(stage))
             tma.async_copy_global_to_shared(d_square, [chunk * (2 * C) + C, 0], bar, s_M.index(stage))
         else:
             mbarrier.expect(bar, ALWAYS)
-            tma.async_copy_global_to_shared(d_v, [row, column], bar, s_rows.index(stage))
+            for part in gl.static_range(PARTS):
+                at = stage * PARTS + part
+                tma.async_copy_global_to_shared(d_v, [row, column + part * BV], bar, s_rows.index(at))
         tma.async_copy_global_to_shared(d_tile, [chunk * (3 * C), 0], bar, s_K.index(stage))
         tma.async_copy_global_to_shared(d_tile, [chunk * (3 * C) + 2 * C, 0], bar, s_end.index(stage))
         tma.async_copy_global_to_shared(d_square, [chunk * (2 * C), 0], bar, s_T.index(stage))
@@ -83,7 +87,7 @@ def _walk_states(
     d_states, d_U, p_S0, chunk, length, HV, column,
     s_K, s_end, s_T, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
     S0_v, S0_k, V: gl.constexpr, K: gl.constexpr, HAS_S0: gl.constexpr, STAGES: gl.constexpr,
-    BUFFERS: gl.constexpr,
+    BUFFERS: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """From the first chunk to the last: the state before each, and what each token writes."""
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
@@ -102,13 +106,13 @@ def _walk_states(
         left_S = gl.convert_layout(b_S, LEFT_OF_STATE)
         mbarrier.wait(bar_ready.index(stage), phase)
         K_S = warpgroup_mma(left_S, s_K.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-        buffer = (first // C) % BUFFERS
+        buffer = (first // C) % BUFFERS + BUFFERS * PART
         if BUFFERS == 1:
             # What the chunk before left has gone out.
             tma.store_wait(0)
             gl.thread_barrier()
         s_state.index(buffer).store(b_S)
-        v = s_rows.index(stage).permute((1, 0)).load(TOKENS).to(gl.float32)
+        v = s_rows.index(stage * PARTS + PART).permute((1, 0)).load(TOKENS).to(gl.float32)
         if first + C > length:
             # The rows past the end are another sequence's.
             v = gl.where(first + o_token < length, v, 0.0)
@@ -147,7 +151,7 @@ def _walk_gradient(
     d_dstates, d_dv, p_dS, p_dv, p_dS0, chunk, row, length, HV, column, out_column, o_t,
     s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
     S_v, S_k, V: gl.constexpr, K: gl.constexpr, HAS_DS: gl.constexpr, STORE_DS0: gl.constexpr, STAGES: gl.constexpr,
-    BUFFERS: gl.constexpr,
+    BUFFERS: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """From the last chunk to the first: the gradient D of the state after each, and of R, which is that of v."""
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
@@ -172,13 +176,13 @@ def _walk_gradient(
         left_D = gl.convert_layout(b_D, LEFT_OF_STATE)
         mbarrier.wait(bar_ready.index(stage), phase)
         X = warpgroup_mma(left_D, s_end.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-        buffer = i % BUFFERS
+        buffer = i % BUFFERS + BUFFERS * PART
         if BUFFERS == 1:
             # What the chunk before left has gone out.
             tma.store_wait(0)
             gl.thread_barrier()
         s_state.index(buffer).store(b_D)
-        do = s_rows.index(stage).permute((1, 0)).load(LEFT)
+        do = s_rows.index(stage * PARTS + PART).permute((1, 0)).load(LEFT)
         if first + C > length:
             # The rows past the end are another sequence's.
             o_left = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, LEFT)), 0)
@@ -228,19 +232,21 @@ def _walk(
     d_states, d_U, d_dstates, d_dv, p_S0, p_dS, p_dv, p_dS0, chunk, row, length, HV, column, out_column, o_t, is_gradient,
     s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
     S0_v, S0_k, S_v, S_k, V: gl.constexpr, K: gl.constexpr, HAS_S0: gl.constexpr, HAS_DS: gl.constexpr,
-    STORE_DS0: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
+    STORE_DS0: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
+    column += PART * BV
+    out_column += PART * BV
     if is_gradient:
         _walk_gradient(
             d_dstates, d_dv, p_dS, p_dv, p_dS0, chunk, row, length, HV, column, out_column, o_t,
             s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
-            S_v, S_k, V, K, HAS_DS, STORE_DS0, STAGES, BUFFERS,
+            S_v, S_k, V, K, HAS_DS, STORE_DS0, STAGES, BUFFERS, PARTS, PART,
         )  # fmt: skip
     else:
         _walk_states(
             d_states, d_U, p_S0, chunk, length, HV, column,
             s_K, s_end, s_T, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
-            S0_v, S0_k, V, K, HAS_S0, STAGES, BUFFERS,
+            S0_v, S0_k, V, K, HAS_S0, STAGES, BUFFERS, PARTS, PART,
         )  # fmt: skip
 
 
@@ -250,9 +256,9 @@ def walks(
     o_b, o_t, o_h, S0_n, S0_h, S0_v, S0_k, S_n, S_h, S_v, S_k,
     T, N, HV,
     K: gl.constexpr, V: gl.constexpr, PACKED: gl.constexpr, HAS_S0: gl.constexpr, HAS_DS: gl.constexpr,
-    STORE_DS0: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
+    STORE_DS0: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """One (sequence, value head, 64 columns of V), by even programs the states and by odd ones their gradients.
+    """One (sequence, value head, PARTS x 64 columns of V), by even programs the states and by odd ones their gradients.
 
     Args:
         d_tile: descriptor of the tiles, blocks ``[C, K]``; d_square: of the squares, blocks ``[C, 2 C]``.
@@ -264,8 +270,9 @@ def walks(
     """
     is_gradient = gl.program_id(0) % 2 == 1
     pid = gl.program_id(0) // 2
-    i_v = pid % (V // BV)
-    rest = pid // (V // BV)
+    SPLITS: gl.constexpr = V // (PARTS * BV)
+    i_v = pid % SPLITS
+    rest = pid // SPLITS
     i_h = rest % HV
     n = (rest // HV).to(gl.int64)
     if PACKED:
@@ -284,28 +291,52 @@ def walks(
     s_T = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, 2 * C], d_square.layout)
     s_M = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, 2 * C], d_square.layout)
     s_decay = gl.allocate_shared_memory(gl.float32, [STAGES, 1, K], d_decay.layout)
-    s_rows = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, BV], d_v.layout)
-    s_state = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BV, K], d_states.layout)
-    s_out = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, C, BV], d_v.layout)
+    s_rows = gl.allocate_shared_memory(gl.bfloat16, [STAGES * PARTS, C, BV], d_v.layout)
+    s_state = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS * PARTS, BV, K], d_states.layout)
+    s_out = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS * PARTS, C, BV], d_v.layout)
     bar_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     bar_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(bar_ready.index(s), count=1)
-        mbarrier.init(bar_free.index(s), count=1)
+        mbarrier.init(bar_free.index(s), count=PARTS)
     fence_async_shared()
     row = (batch * T + start).to(gl.int32)
     chunk = slot.to(gl.int32) * HV + i_h
-    column = i_v * BV
-    gl.warp_specialize([
-        (_walk, (
-            d_states, d_U, d_dstates, d_dv, p_S0 + n * S0_n + i_h * S0_h, p_dS + n * S_n + i_h * S_h,
-            p_dv + batch * o_b + start * o_t + i_h * o_h, p_dS0 + n * S_n + i_h * S_h,
-            chunk, row, length, HV, column, i_h * V + column, o_t, is_gradient,
-            s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
-            S0_v, S0_k, S_v, S_k, V, K, HAS_S0, HAS_DS, STORE_DS0, STAGES, BUFFERS,
-        )),
-        (_load_chunks, (
-            d_tile, d_square, d_decay, d_v, d_do, chunk, row, length, HV, i_h * V + column, is_gradient,
-            s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows, bar_ready, bar_free, STAGES,
-        )),
-    ], [1], [24])  # fmt: skip
+    column = i_v * (PARTS * BV)
+    p_S0 += n * S0_n + i_h * S0_h
+    p_dS += n * S_n + i_h * S_h
+    p_dS0 += n * S_n + i_h * S_h
+    p_dv += batch * o_b + start * o_t + i_h * o_h
+    # Compile-time values keep their nature only in a tuple written out in the call.
+    if PARTS == 1:
+        gl.warp_specialize([
+            (_walk, (
+                d_states, d_U, d_dstates, d_dv, p_S0, p_dS, p_dv, p_dS0,
+                chunk, row, length, HV, column, i_h * V + column, o_t, is_gradient,
+                s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
+                S0_v, S0_k, S_v, S_k, V, K, HAS_S0, HAS_DS, STORE_DS0, STAGES, BUFFERS, PARTS, 0,
+            )),
+            (_load_chunks, (
+                d_tile, d_square, d_decay, d_v, d_do, chunk, row, length, HV, i_h * V + column, is_gradient,
+                s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows, bar_ready, bar_free, STAGES, PARTS,
+            )),
+        ], [1], [24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_walk, (
+                d_states, d_U, d_dstates, d_dv, p_S0, p_dS, p_dv, p_dS0,
+                chunk, row, length, HV, column, i_h * V + column, o_t, is_gradient,
+                s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
+                S0_v, S0_k, S_v, S_k, V, K, HAS_S0, HAS_DS, STORE_DS0, STAGES, BUFFERS, PARTS, 0,
+            )),
+            (_walk, (
+                d_states, d_U, d_dstates, d_dv, p_S0, p_dS, p_dv, p_dS0,
+                chunk, row, length, HV, column, i_h * V + column, o_t, is_gradient,
+                s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
+                S0_v, S0_k, S_v, S_k, V, K, HAS_S0, HAS_DS, STORE_DS0, STAGES, BUFFERS, PARTS, 1,
+            )),
+            (_load_chunks, (
+                d_tile, d_square, d_decay, d_v, d_do, chunk, row, length, HV, i_h * V + column, is_gradient,
+                s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows, bar_ready, bar_free, STAGES, PARTS,
+            )),
+        ], [4, 1], [240, 24])  # fmt: skip
