@@ -43,7 +43,8 @@ OF_TOKEN = gl.constexpr(gl.SliceLayout(0, TOKENS))
 # [2 C, C]: dM above -dP.
 PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, CHUNK // 2, 16]))
 OUT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0]))
-# Of the warp that copies.
+# Four values in every thread that computes; and in the warp that copies.
+EVERYWHERE = gl.constexpr(gl.BlockedLayout([4], [32], [WARPS], [0]))
 LANES = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
 # 64 values in every warp.
 PER_WARP = gl.constexpr(gl.BlockedLayout([2], [32], [WARPS], [0]))
@@ -72,7 +73,6 @@ def _announce(s_words, row, last, chunk, i_h):
 @gluon.jit
 def _announced(s_words):
     """What :func:`_announce` was told."""
-    EVERYWHERE: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     o = gl.arange(0, 4, EVERYWHERE)
     x = s_words.load(EVERYWHERE)
     row = gl.sum(gl.where(o == 0, x, 0), 0)
@@ -108,15 +108,19 @@ def _scale_rows(x, s_r, last):
 
 @gluon.jit
 def _load_chunks(
-    d_q, d_k, d_g, d_do, d_dR, d_U, d_states, d_dstates, p_beta, p_A_log, p_dt_bias, p_cu, p_hard, p_dA_part, p_dbias_part,
-    beta_t, beta_h, T, N, HV, CHUNKS_END, s_words, s_beta, s_a, s_bias, s_qk, s_g, s_rows, s_U, s_S, s_dS, bar_ready, bar_free, bar_S_ready, bar_S_free,
+    d_q, d_k, d_g, d_do, d_dR, d_U, d_states, d_dstates, p_beta, p_A_log, p_dt_bias, p_cu, p_hard,
+    p_dA_part, p_dbias_part, beta_t, beta_h, T, N, HV, CHUNKS_END, words, tiles, states, bars,
     K: gl.constexpr, V: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr, PACKED: gl.constexpr,
     CHUNKS: gl.constexpr,
 ):  # fmt: skip
-    """Copy every chunk of this program that one anchor serves as soon as there is room; the others are another launch's.
+    """Copy every chunk of this program that one anchor serves as soon as there is room.
 
-    Parts of sums over chunks are zero where a chunk holds no token.
+    The others are another launch's. Parts of sums over chunks are zero where a chunk holds no token.
     """
+    s_words, s_beta, s_a, s_bias = words
+    s_qk, s_g, s_rows, s_U = tiles
+    s_S, s_dS = states
+    bar_ready, bar_free, bar_S_ready, bar_S_free = bars
     zeros = gl.zeros([K], gl.float32, LANES)
     o_c = gl.arange(0, K, LANES)
     chunk = gl.program_id(0)
@@ -197,9 +201,8 @@ def _unit(largest):
 
 @gluon.jit
 def _chunk(
-    p_dq, p_dk, p_dg, p_dbeta, p_dA_part, p_dbias_part,
-    row, last, chunk, i_h, HV, scale, lower_bound,
-    s_beta, s_a, s_bias, s_qk, s_g, s_rows, s_U, s_S, s_dS, s_squares, s_sums, s_norms, s_largest, s_out, bar_free, bar_S_ready, bar_S_free, stage, phase_S,
+    p_dq, p_dk, p_dg, p_dbeta, p_dA_part, p_dbias_part, row, last, chunk, i_h, HV, scale, lower_bound,
+    words, tiles, states, scratch, bars, stage, phase_S,
     K: gl.constexpr, V: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
     NEG_EIGVAL: gl.constexpr, LEAST_BETA: gl.constexpr,
 ):  # fmt: skip
@@ -210,14 +213,14 @@ def _chunk(
     zero = gl.zeros([K, C], gl.float32, TOKENS)
     o_pair = gl.arange(0, 2 * C, gl.SliceLayout(1, PAIRS))
     o_late = o_pair % C
-    s_rows = s_rows.index(stage)
-    s_U = s_U.index(stage)
-    s_do = s_rows.slice(0, C)
-    s_dR = s_rows.slice(C, C)
-    s_qk = s_qk.index(stage)
-    s_q = s_qk.slice(0, C)
-    s_k = s_qk.slice(C, C)
-    s_g = s_g.index(stage)
+    _, s_beta, s_a, s_bias = words
+    s_qk, s_g, s_rows, s_U = tiles
+    s_S, s_dS = states
+    s_squares, s_sums, s_norms, s_largest, s_out = scratch
+    _, bar_free, bar_S_ready, bar_S_free = bars
+    s_qk, s_g, s_rows, s_U = s_qk.index(stage), s_g.index(stage), s_rows.index(stage), s_U.index(stage)
+    s_q, s_k = s_qk.slice(0, C), s_qk.slice(C, C)
+    s_do, s_dR = s_rows.slice(0, C), s_rows.slice(C, C)
     empty = gl.zeros([2 * C, C], gl.float32, PAIRS)
     D = warpgroup_mma(s_rows, s_U.permute((1, 0)), empty, use_acc=False, is_async=True)
     # Their diagonals are the squares of q's and of k's rows.
@@ -226,7 +229,7 @@ def _chunk(
     # Decays from the chunk's middle to each token; later from its start and to its end.
     a = 1.0
     if HAS_A_LOG:
-        a = gl.max(s_a.index(stage).load(gl.BlockedLayout([4], [32], [WARPS], [0])), 0)
+        a = gl.max(s_a.index(stage).load(EVERYWHERE), 0)
     bias = gl.zeros([K], gl.float32, OF_CHANNEL)
     if HAS_DT_BIAS:
         bias = s_bias.index(stage).load(OF_CHANNEL)
@@ -237,7 +240,7 @@ def _chunk(
     from_mid = warpgroup_mma(_left(high), s_sums.index(0), zero, use_acc=False, is_async=True)
     from_mid = warpgroup_mma(_left(low), s_sums.index(0), from_mid, is_async=True)
     # Parts of the state before and of the gradient of that after: nothing waits for them soon.
-    mbarrier.wait(bar_S_ready, phase_S)
+    mbarrier.wait(bar_S_ready.index(0), phase_S)
     dQ_plus = warpgroup_mma(s_S.permute((1, 0)), s_do.permute((1, 0)), zero, use_acc=False, is_async=True)
     minus_dK_plus = warpgroup_mma(s_S.permute((1, 0)), s_dR.permute((1, 0)), zero, use_acc=False, is_async=True)
     dK_end = warpgroup_mma(s_dS.permute((1, 0)), s_U.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -280,7 +283,7 @@ def _chunk(
     S_dS = gl.sum(S_dS, 1)
     dQ_plus, minus_dK_plus, dK_end = warpgroup_mma_wait(4, deps=(dQ_plus, minus_dK_plus, dK_end))
     gl.thread_barrier()
-    mbarrier.arrive(bar_S_free, count=1)
+    mbarrier.arrive(bar_S_free.index(0), count=1)
     if last < C - 1:
         dQ_plus = gl.where(valid, dQ_plus, 0.0)
         minus_dK_plus = gl.where(valid, minus_dK_plus, 0.0)
@@ -331,7 +334,7 @@ def _chunk(
     z = exp2(-gl.abs(raw_beta) * LOG2E)
     dbeta *= z / ((1.0 + z) * (1.0 + z))
     gl.thread_barrier()
-    mbarrier.arrive(bar_free, count=1)
+    mbarrier.arrive(bar_free.index(stage), count=1)
     p_to = p_dbeta + (row + o_late).to(gl.int64) * HV + i_h
     gl.store(p_to, dbeta.to(p_dbeta.dtype.element_ty), mask=(o_pair >= C) & (o_late <= last))
     i_part = chunk.to(gl.int64) * K + o_c
@@ -350,13 +353,12 @@ def _chunk(
 
 @gluon.jit
 def _take_chunks(
-    p_dq, p_dk, p_dg, p_dbeta, p_dA_part, p_dbias_part, HV, scale, lower_bound,
-    s_words, s_beta, s_a, s_bias, s_qk, s_g, s_rows, s_U, s_S, s_dS, s_squares, s_sums, s_norms, s_largest, s_out,
-    bar_ready, bar_free, bar_S_ready, bar_S_free,
+    p_dq, p_dk, p_dg, p_dbeta, p_dA_part, p_dbias_part, HV, scale, lower_bound, words, tiles, states, scratch, bars,
     K: gl.constexpr, V: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
     NEG_EIGVAL: gl.constexpr, LEAST_BETA: gl.constexpr,
 ):  # fmt: skip
     """The gradients of every chunk of this program that is announced."""
+    s_sums = scratch[1]
     o_i = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, OUT)), 1)
     o_j = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, OUT)), 0)
     # The sum over tokens i of x_i times what stands at (i, j): from the middle to j, and from j to the end.
@@ -369,13 +371,12 @@ def _take_chunks(
     stage = 0
     phase = 0
     phase_S = 0
-    mbarrier.wait(bar_ready.index(0), 0)
-    row, last, chunk, i_h = _announced(s_words.index(0))
+    mbarrier.wait(bars[0].index(0), 0)
+    row, last, chunk, i_h = _announced(words[0].index(0))
     while last >= 0:
         _chunk(
             p_dq, p_dk, p_dg, p_dbeta, p_dA_part, p_dbias_part, row, last, chunk, i_h, HV, scale, lower_bound,
-            s_beta, s_a, s_bias, s_qk, s_g, s_rows, s_U, s_S, s_dS, s_squares, s_sums, s_norms, s_largest, s_out,
-            bar_free.index(stage), bar_S_ready.index(0), bar_S_free.index(0), stage, phase_S,
+            words, tiles, states, scratch, bars, stage, phase_S,
             K, V, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, LEAST_BETA,
         )  # fmt: skip
         phase_S ^= 1
@@ -383,8 +384,8 @@ def _take_chunks(
         if stage == STAGES:
             stage = 0
             phase ^= 1
-        mbarrier.wait(bar_ready.index(stage), phase)
-        row, last, chunk, i_h = _announced(s_words.index(stage))
+        mbarrier.wait(bars[0].index(stage), phase)
+        row, last, chunk, i_h = _announced(words[0].index(stage))
 
 
 @gluon.jit(do_not_specialize=["T", "N", "HV", "lower_bound", "scale", "CHUNKS_END"])
@@ -433,16 +434,19 @@ def gradient(
     mbarrier.init(bar_S_ready.index(0), count=1)
     mbarrier.init(bar_S_free.index(0), count=1)
     fence_async_shared()
+    words = (s_words, s_beta, s_a, s_bias)
+    tiles = (s_qk, s_g, s_rows, s_U)
+    states = (s_S, s_dS)
+    scratch = (s_squares, s_sums, s_norms, s_largest, s_out)
+    bars = (bar_ready, bar_free, bar_S_ready, bar_S_free)
     gl.warp_specialize([
         (_take_chunks, (
             p_dq, p_dk, p_dg, p_dbeta, p_dA_part, p_dbias_part, HV, scale, lower_bound,
-            s_words, s_beta, s_a, s_bias, s_qk, s_g, s_rows, s_U, s_S, s_dS, s_squares, s_sums, s_norms, s_largest, s_out,
-            bar_ready, bar_free, bar_S_ready, bar_S_free,
-            K, V, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, LEAST_BETA,
+            words, tiles, states, scratch, bars, K, V, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, LEAST_BETA,
         )),
         (_load_chunks, (
-            d_q, d_k, d_g, d_do, d_dR, d_U, d_states, d_dstates, p_beta, p_A_log, p_dt_bias, p_cu, p_hard, p_dA_part, p_dbias_part,
-            beta_t, beta_h, T, N, HV, CHUNKS_END, s_words, s_beta, s_a, s_bias, s_qk, s_g, s_rows, s_U, s_S, s_dS,
-            bar_ready, bar_free, bar_S_ready, bar_S_free, K, V, HAS_A_LOG, HAS_DT_BIAS, PACKED, CHUNKS,
+            d_q, d_k, d_g, d_do, d_dR, d_U, d_states, d_dstates, p_beta, p_A_log, p_dt_bias, p_cu, p_hard,
+            p_dA_part, p_dbias_part, beta_t, beta_h, T, N, HV, CHUNKS_END, words, tiles, states, bars,
+            K, V, HAS_A_LOG, HAS_DT_BIAS, PACKED, CHUNKS,
         )),
     ], [1], [24])  # fmt: skip

@@ -32,10 +32,12 @@ OUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 @gluon.jit
 def _load_chunks(
-    d_tile, d_square, d_decay, d_v, d_do, chunk, row, length, HV, column, is_gradient,
-    s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows, bar_ready, bar_free, STAGES: gl.constexpr, PARTS: gl.constexpr,
+    d_tile, d_square, d_decay, d_v, d_do, chunk, row, length, HV, column, is_gradient, tiles, bars,
+    STAGES: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Copy every chunk as soon as its stage is free: of the gradient's walk from the last one on."""
+    s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows = tiles
+    bar_ready, bar_free = bars
     count = (length + C - 1) // C
     step = 1
     if is_gradient:
@@ -84,14 +86,15 @@ def _twice(x):
 
 @gluon.jit
 def _walk_states(
-    d_states, d_U, p_S0, chunk, length, HV, column,
-    s_K, s_end, s_T, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
-    S0_v, S0_k, V: gl.constexpr, K: gl.constexpr, HAS_S0: gl.constexpr, STAGES: gl.constexpr,
+    d_states, d_U, p_S0, chunk, length, HV, column, tiles, s_state, s_out, bars, S0_v, S0_k,
+    V: gl.constexpr, K: gl.constexpr, HAS_S0: gl.constexpr, STAGES: gl.constexpr,
     BUFFERS: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """From the first chunk to the last: the state before each, and what each token writes."""
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     LEFT_OF_STATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
+    s_K, _, s_end, s_T, _, s_decay, s_rows = tiles
+    bar_ready, bar_free = bars
     S = gl.zeros([BV, K], gl.float32, STATE)
     if HAS_S0:
         o_v = column + gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(1, STATE)), 1)
@@ -149,13 +152,15 @@ def _walk_states(
 @gluon.jit
 def _walk_gradient(
     d_dstates, d_dv, p_dS, p_dv, p_dS0, chunk, row, length, HV, column, out_column, o_t,
-    s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
-    S_v, S_k, V: gl.constexpr, K: gl.constexpr, HAS_DS: gl.constexpr, STORE_DS0: gl.constexpr, STAGES: gl.constexpr,
+    tiles, s_state, s_out, bars, S_v, S_k,
+    V: gl.constexpr, K: gl.constexpr, HAS_DS: gl.constexpr, STORE_DS0: gl.constexpr, STAGES: gl.constexpr,
     BUFFERS: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """From the last chunk to the first: the gradient D of the state after each, and of R, which is that of v."""
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     LEFT_OF_STATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
+    s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows = tiles
+    bar_ready, bar_free = bars
     o_v = column + gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(1, STATE)), 1)
     o_k = gl.expand_dims(gl.arange(0, K, gl.SliceLayout(0, STATE)), 0)
     D = gl.zeros([BV, K], gl.float32, STATE)
@@ -163,7 +168,6 @@ def _walk_gradient(
         D = gl.load(p_dS + o_v * S_v + o_k * S_k).to(gl.float32)
     zero = gl.zeros([BV, C], gl.float32, TOKENS)
     zeros = gl.zeros([BV, 2 * C], gl.float32, PAIR)
-    o_token = gl.expand_dims(gl.arange(0, C, OF_TOKEN), 0)
     o_row = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, OUT)), 1)
     p_out = p_dv + column + gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(0, OUT)), 0) + o_row * o_t
     count = (length + C - 1) // C
@@ -229,24 +233,22 @@ def _walk_gradient(
 
 @gluon.jit
 def _walk(
-    d_states, d_U, d_dstates, d_dv, p_S0, p_dS, p_dv, p_dS0, chunk, row, length, HV, column, out_column, o_t, is_gradient,
-    s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
-    S0_v, S0_k, S_v, S_k, V: gl.constexpr, K: gl.constexpr, HAS_S0: gl.constexpr, HAS_DS: gl.constexpr,
-    STORE_DS0: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr,
+    d_states, d_U, d_dstates, d_dv, p_S0, p_dS, p_dv, p_dS0, chunk, row, length, HV, column, out_column, o_t,
+    is_gradient, tiles, s_state, s_out, bars, S0_v, S0_k, S_v, S_k,
+    V: gl.constexpr, K: gl.constexpr, HAS_S0: gl.constexpr, HAS_DS: gl.constexpr, STORE_DS0: gl.constexpr,
+    STAGES: gl.constexpr, BUFFERS: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     column += PART * BV
     out_column += PART * BV
     if is_gradient:
         _walk_gradient(
             d_dstates, d_dv, p_dS, p_dv, p_dS0, chunk, row, length, HV, column, out_column, o_t,
-            s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
-            S_v, S_k, V, K, HAS_DS, STORE_DS0, STAGES, BUFFERS, PARTS, PART,
+            tiles, s_state, s_out, bars, S_v, S_k, V, K, HAS_DS, STORE_DS0, STAGES, BUFFERS, PARTS, PART,
         )  # fmt: skip
     else:
         _walk_states(
-            d_states, d_U, p_S0, chunk, length, HV, column,
-            s_K, s_end, s_T, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
-            S0_v, S0_k, V, K, HAS_S0, STAGES, BUFFERS, PARTS, PART,
+            d_states, d_U, p_S0, chunk, length, HV, column, tiles, s_state, s_out, bars, S0_v, S0_k,
+            V, K, HAS_S0, STAGES, BUFFERS, PARTS, PART,
         )  # fmt: skip
 
 
@@ -307,18 +309,20 @@ def walks(
     p_dS += n * S_n + i_h * S_h
     p_dS0 += n * S_n + i_h * S_h
     p_dv += batch * o_b + start * o_t + i_h * o_h
+    tiles = (s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows)
+    bars = (bar_ready, bar_free)
     # Compile-time values keep their nature only in a tuple written out in the call.
     if PARTS == 1:
         gl.warp_specialize([
             (_walk, (
                 d_states, d_U, d_dstates, d_dv, p_S0, p_dS, p_dv, p_dS0,
                 chunk, row, length, HV, column, i_h * V + column, o_t, is_gradient,
-                s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
-                S0_v, S0_k, S_v, S_k, V, K, HAS_S0, HAS_DS, STORE_DS0, STAGES, BUFFERS, PARTS, 0,
+                tiles, s_state, s_out, bars, S0_v, S0_k, S_v, S_k,
+                V, K, HAS_S0, HAS_DS, STORE_DS0, STAGES, BUFFERS, PARTS, 0,
             )),
             (_load_chunks, (
                 d_tile, d_square, d_decay, d_v, d_do, chunk, row, length, HV, i_h * V + column, is_gradient,
-                s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows, bar_ready, bar_free, STAGES, PARTS,
+                tiles, bars, STAGES, PARTS,
             )),
         ], [1], [24])  # fmt: skip
     else:
@@ -326,17 +330,17 @@ def walks(
             (_walk, (
                 d_states, d_U, d_dstates, d_dv, p_S0, p_dS, p_dv, p_dS0,
                 chunk, row, length, HV, column, i_h * V + column, o_t, is_gradient,
-                s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
-                S0_v, S0_k, S_v, S_k, V, K, HAS_S0, HAS_DS, STORE_DS0, STAGES, BUFFERS, PARTS, 0,
+                tiles, s_state, s_out, bars, S0_v, S0_k, S_v, S_k,
+                V, K, HAS_S0, HAS_DS, STORE_DS0, STAGES, BUFFERS, PARTS, 0,
             )),
             (_walk, (
                 d_states, d_U, d_dstates, d_dv, p_S0, p_dS, p_dv, p_dS0,
                 chunk, row, length, HV, column, i_h * V + column, o_t, is_gradient,
-                s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows, s_state, s_out, bar_ready, bar_free,
-                S0_v, S0_k, S_v, S_k, V, K, HAS_S0, HAS_DS, STORE_DS0, STAGES, BUFFERS, PARTS, 1,
+                tiles, s_state, s_out, bars, S0_v, S0_k, S_v, S_k,
+                V, K, HAS_S0, HAS_DS, STORE_DS0, STAGES, BUFFERS, PARTS, 1,
             )),
             (_load_chunks, (
                 d_tile, d_square, d_decay, d_v, d_do, chunk, row, length, HV, i_h * V + column, is_gradient,
-                s_K, s_Q, s_end, s_T, s_M, s_decay, s_rows, bar_ready, bar_free, STAGES, PARTS,
+                tiles, bars, STAGES, PARTS,
             )),
         ], [4, 1], [240, 24])  # fmt: skip
