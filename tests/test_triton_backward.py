@@ -193,10 +193,10 @@ SINGLE = (
 )
 
 
-def on_the_gpu(call: Call, do: Tensor, dS: Tensor | None) -> dict[str, Tensor]:
+def on_the_gpu(call: Call, do: Tensor, dS: Tensor | None, target: Target = GPU) -> dict[str, Tensor]:
     """Gradients of the public function."""
     taped, found = leaves(call | {"output_final_state": True})
-    o, S = run(GPU, taped)
+    o, S = run(target, taped)
     assert S is not None
     pairs = [(o, do)] if dS is None else [(o, do), (S, dS.to(S.dtype))]
     grads = torch.autograd.grad([x for x, _ in pairs], list(found.values()), [d for _, d in pairs])
