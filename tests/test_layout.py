@@ -29,6 +29,7 @@ LAYERS = (
     {"api", "decode", "prefill", "step"},
     {"compat", "nn", "integrations", "distributed", "bench"},
     {"demo"},
+    {"cli_bench"},
     {"cli"},
 )
 LAYER = {name: i for i, names in enumerate(LAYERS) for name in names}
