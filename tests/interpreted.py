@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
@@ -78,6 +79,56 @@ def slow_and_hostile() -> None:
     g[:, 32:64] = -0.01 * torch.rand_like(g[:, 32:64])
     g[:, 64:, :, 3] = -math.inf
     check(call | {"g": g})
+
+
+def with_hard(case: Case, hard: str) -> tuple[Call, int]:
+    """A call of slow log gates but for all that is ``hard``; and how many chunks of value heads then are.
+
+    Args:
+        hard: "none", "all", one "head" or one "time", the last chunk of the first sequence with tokens.
+    """
+    call = case.build()
+    g = -0.01 * torch.rand(call["g"].shape, generator=torch.Generator().manual_seed(5))
+    HV = g.shape[2]
+    spans = [(b, first, end) for b, first, end in spans_of(call) if end > first]
+    chunks = sum(math.ceil((end - first) / 32) for _, first, end in spans)
+    b, first, end = spans[0]
+    last = first + (end - first - 1) // 32 * 32
+    at, count = {
+        "none": ((b, slice(0)), 0),
+        "all": (..., chunks * HV),
+        "head": ((..., HV - 1, slice(None)), chunks),
+        "time": ((b, slice(last, end)), HV),
+    }[hard]
+    # 16 tokens, half a chunk, decay by 2^-138; no last chunk here has fewer.
+    g[at] = -6.0
+    return call | {"g": g}, count
+
+
+def some_programs(programs: int | None) -> Any:
+    """So many programs over hard chunks, by default one for each block."""
+    from flash_kda.backends.triton import config
+
+    return mock.patch.object(config.Config, "hard_programs", lambda self, blocks: programs or blocks)
+
+
+def hard_chunks(case: Case, hard: str, programs: int) -> None:
+    """So many programs for all hard chunks: right, and the bits of a program for each chunk."""
+    from flash_kda.backends.triton import forward, prepare
+
+    call, count = with_hard(case, hard)
+    results = []
+    for some in (None, programs):
+        forward.plan.cache_clear()
+        with some_programs(some), mock.patch.object(prepare, "_joined", wraps=prepare._joined) as joined:
+            results.append(run(call))
+        assert joined.call_count == count, f"{joined.call_count} hard chunks, expected {count}"
+    forward.plan.cache_clear()
+    for x, y, name in zip(*results, ("o", "state"), strict=True):
+        assert_same_bits(x, y, name)
+    expected, expected_state = oracle(call)
+    assert_outputs(results[1][0], expected, call, 2e-4)
+    assert_states(results[1][1], expected_state, 2e-4)
 
 
 def strided() -> None:
@@ -230,8 +281,19 @@ _PLAIN = (
     Case(logit=False, T=33),
     Case(l2norm=False, logit=False, gate="log", scale=-0.3, T=40),
 )
+# Sizes, what is hard, and programs over hard chunks: more than there are chunks, or fewer, each of which then looks at
+# up to 32 of them, and past the last one. Packed sequences leave slots without tokens.
+LONG = Case(gate="log", T=512, H=1, HV=2, K=16, V=16)
+SHORT = LONG.but(B=3, T=60)
+PACKED = Case(gate="log", lengths=(0, 96, 0, 28, 64, 0), tail=70, H=1, HV=3, K=16, V=16)
+HARD = (
+    (LONG, "all", 1),
+    *((SHORT, hard, programs) for hard, programs in (("none", 1), ("all", 5), ("head", 3))),
+    *((PACKED, hard, programs) for hard, programs in (("none", 2), ("all", 5), ("all", 50), ("head", 3), ("time", 7))),
+)
 CASES: dict[str, Callable[[], None]] = {
     **{str(case): partial(lambda case: check(case.build()), case) for case in _PLAIN},
+    **{f"hard {hard} by {n} {case}": partial(hard_chunks, case, hard, n) for case, hard, n in HARD},
     **{f"constant g={g}": partial(constant_gate, g) for g in (-5.15, -5.25)},
     "slow and hostile": slow_and_hostile,
     "strided": strided,

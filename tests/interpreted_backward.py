@@ -16,7 +16,8 @@ import pytest
 import torch
 from cases import TENSORS, Call, Case, heads_first, inputs_of, leaves, oracle
 from compare import assert_outputs, assert_same_bits, assert_states
-from interpreted import H200
+from interpreted import H200, some_programs, with_hard
+from interpreted import HARD as HARD_CHUNKS
 from interpreting import main
 from rounding import as_on_a_gpu
 from torch import Tensor
@@ -181,6 +182,24 @@ def on_the_tape() -> None:
         assert_same_bits(got, torch.full_like(S, 0.5), "dinitial_state without tokens")
 
 
+def hard_chunks(case: Case, hard: str, programs: int) -> None:
+    """So many programs for all hard chunks: right, and the bits of a program for each block of a chunk."""
+    from flash_kda.backends.triton import chunk_gradient
+
+    call, count = with_hard(case, hard)
+    do, dS = seeds(call)
+    found = []
+    for some in (None, programs):
+        watched = mock.patch.object(chunk_gradient, "_joined_gradient", wraps=chunk_gradient._joined_gradient)
+        with some_programs(some), watched as joined:
+            found.append(run(call, do, dS))
+        blocks = 2 if case.K > 64 else 1
+        assert joined.call_count == count * blocks, f"{joined.call_count} hard blocks, expected {count * blocks}"
+    for name, x in found[0].items():
+        assert_same_bits(found[1][name], x, f"d{name}")
+    compare(found[1], expected(call, do, dS), call, 2e-4)
+
+
 def no_write() -> None:
     """Beta of exactly zero still has a gradient."""
     call = Case(logit=False, T=40, H=1).build()
@@ -290,8 +309,11 @@ _HALF = (
     Case(T=128, H=1, K=60, V=64, dtype="float16"),
     Case(T=128, H=1, K=64, V=64, dtype="bfloat16", logit=False),
 )
+# Two blocks of channels, too.
+HARD = (*HARD_CHUNKS[1:], (Case(gate="log", T=128, H=1, HV=2, K=70, V=16), "all", 3))
 CASES: dict[str, Callable[[], None]] = {
     **{str(case): partial(lambda case: check(case.build()), case) for case in _PLAIN},
+    **{f"hard {hard} by {n} {case}": partial(hard_chunks, case, hard, n) for case, hard, n in HARD},
     "collinear": collinear,
     "forgotten": forgotten,
     "no write": no_write,

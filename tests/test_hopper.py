@@ -162,6 +162,21 @@ def described(problem: Problem, config: HopperConfig) -> tuple[Dtypes, list[Laun
     return dtypes | {name: dtype for name, (_, dtype) in scratch.items()}, launches
 
 
+def test_few_programs_for_hard_chunks() -> None:
+    """Four for each multiprocessor, less one, in every launch over them."""
+    from flash_kda.backends.hopper import backward
+    from flash_kda.backends.triton.common import EASY, HARD
+
+    problem = Problem(T=8192, H=64, gate="softplus")
+    forward = described(problem, configure(problem, DEVICE))[1]
+    halves = backward.describe(meta_inputs(problem).signature, configure_portable(problem, DEVICE), DEVICE, None)
+    for launches in (forward, *(half[1] for half in halves)):
+        # Only these kernels have a choice.
+        chosen = {x.values["CHUNKS"]: x.programs for x in launches if "CHUNKS" in x.kernel.arg_names}
+        assert set(chosen) == {EASY.value, HARD.value}
+        assert chosen[HARD.value] == 4 * DEVICE.multiprocessors - 1
+
+
 def gluon_source_of(launch: Launch, dtypes: Dtypes) -> Any:
     """What Triton compiles for a launch of one of Gluon's kernels, or of its own."""
     from triton.experimental.gluon import language as gl

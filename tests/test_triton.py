@@ -15,7 +15,7 @@ import torch
 from compiling import DEVICES, H200, Build, Built, Dtypes, every
 from interpreting import interpreted_cases
 
-from flash_kda.backends.triton.config import MOST_STAGES, Config, Device, configure
+from flash_kda.backends.triton.config import HARD_PROGRAMS, MOST_LOOKED_AT, MOST_STAGES, Config, Device, configure
 from flash_kda.types import GateKind, Inputs, LowerBoundGate, Problem
 
 if TYPE_CHECKING:
@@ -247,16 +247,44 @@ def test_one_chunk() -> None:
     assert configure(packed, H200) == configure(replace(one, B=20), H200)
 
 
+@pytest.mark.parametrize("device", compiling.devices())
+def test_programs_over_hard_chunks(device: Device) -> None:
+    """An odd number, enough for every block, one for each of few, and no more than a few for each multiprocessor."""
+    config = configure(Problem(B=1, T=8192, H=32), device)
+    most = HARD_PROGRAMS * device.multiprocessors
+    for blocks in (*range(1, 70), most - 1, most, most + 1, 8192, 16384, 32 * most, 100_000, 2**21):
+        programs = config.hard_programs(blocks)
+        assert programs % 2 == 1
+        assert programs * MOST_LOOKED_AT >= blocks
+        assert programs < most or (programs - 2) * MOST_LOOKED_AT < blocks
+        assert programs >= min(blocks, most - 1)
+        assert programs <= blocks + 1
+    # No program looks at one head alone, nor at many heads of one chunk.
+    programs = config.hard_programs(8192)
+    assert len({i % programs for i in range(0, 8192, 32)}) == 256
+
+
+def test_slots_of_kernels() -> None:
+    """What the kernels count is what the host has allocated."""
+    pytest.importorskip("triton")
+    from flash_kda.backends.triton import common, forward
+
+    for T, N, packed in itertools.product((1, 31, 32, 33, 64, 1000), (1, 2, 7), (False, True)):
+        problem = Problem(B=1 if packed else N, T=T, H=1, N=N, packed=packed)
+        assert common.slots.fn(T, N, 32, packed) == forward.slots(problem, 32)
+
+
 # Launches.
 
 
 def test_forward_launches() -> None:
     """One preparation for a bounded gate, two otherwise; every parameter of a kernel has what it needs."""
     pytest.importorskip("triton")
-    gates: dict[GateKind, int] = {"lower_bound": 2, "softplus": 3, "log": 3}
-    for gate, count in gates.items():
+    gates: tuple[GateKind, ...] = ("lower_bound", "softplus", "log")
+    for gate in gates:
         problem = Problem(B=2, T=70, H=2, HV=4, K=128, V=100, gate=gate)
         dtypes, launches = described(problem, configure(problem, H200))
-        assert [launch.programs for launch in launches] == [2 * 3 * 4] * (count - 1) + [2 * 4 * 2]
+        hard = [] if gate == "lower_bound" else [2 * 3 * 4 + 1]
+        assert [launch.programs for launch in launches] == [2 * 3 * 4, *hard, 2 * 4 * 2]
         for launch in launches:
             compiling.assert_nothing_is_missing(launch, dtypes)

@@ -47,7 +47,8 @@ def preparation(
     launches = [Launch(prepare_warp, min(chunks, programs), given | {"CHUNKS": which}, {"num_warps": 1}, matrices)]
     if not bounded:
         own = {"CHUNKS": common.HARD.value, "BC": portable.hard_BC}
-        launches.append(Launch(prepare, chunks, given | own, {"num_warps": portable.prepare_warps}))
+        count = portable.hard_programs(chunks)
+        launches.append(Launch(prepare, count, given | own, {"num_warps": portable.prepare_warps}))
     return launches
 
 

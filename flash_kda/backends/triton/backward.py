@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flash_kda.backends.triton.chunk_gradient import chunk_gradient, head_gradient
+from flash_kda.backends.triton.common import HARD
 from flash_kda.backends.triton.config import Config, configure
 from flash_kda.backends.triton.forward import Written, describe, device_facts, part_of, slots, values
 from flash_kda.backends.triton.launch import Launch, Plan, Scratch
@@ -116,8 +117,9 @@ def describe_backward(call: Signature, config: Config, of_dS: Written | None) ->
     first = [*prepared, Launch(walks, programs, given, {"num_warps": own.walk_warps})]
     second = []
     for x in prepared:
-        chosen = given | {"CHUNKS": x.values["CHUNKS"]}
-        second.append(Launch(chunk_gradient, chunks * (BK // own.BC), chosen, {"num_warps": own.warps}))
+        which, blocks = x.values["CHUNKS"], chunks * (BK // own.BC)
+        count = config.hard_programs(blocks) if which == HARD.value else blocks
+        second.append(Launch(chunk_gradient, count, given | {"CHUNKS": which}, {"num_warps": own.warps}))
     if not whole_rows:
         second.append(Launch(head_gradient, math.ceil(p.B * p.T / ROWS) * p.H, given, {"num_warps": 4}))
     parts = 0 if whole_rows else p.B * p.T * HV * p.K

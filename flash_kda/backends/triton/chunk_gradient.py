@@ -13,32 +13,22 @@ import triton
 import triton.language as tl
 
 from flash_kda.backends.triton.common import (
-    ALL,
+    EASY,
     HARD,
     L2NORM_EPS,
     LOG,
     LOG2E,
     LOWER_BOUND,
+    MOST_LOOKED_AT,
     activated_beta,
     at_least,
     exp2,
-    first_slot,
+    locate,
     log2_decay,
+    marks_of_program,
     prefetch,
-    sequence_of_slot,
+    slots,
 )
-
-
-@triton.jit
-def _locate(p_cu, slot, T, N, C: tl.constexpr, PACKED: tl.constexpr, SEARCH: tl.constexpr):
-    """Batch row, first token of the sequence, first token of the chunk in it, and tokens; no more of these: unused."""
-    if PACKED:
-        n = sequence_of_slot(p_cu, slot, N, C, SEARCH)
-        start = tl.load(p_cu + n).to(tl.int64)
-        length = tl.load(p_cu + n + 1).to(tl.int64) - start
-        return tl.zeros((), tl.int64), start, (slot - first_slot(start, n, C)) * C, length
-    per_row = (T + C - 1) // C
-    return slot // per_row, tl.zeros((), tl.int64), (slot % per_row) * C, T.to(tl.int64)
 
 
 @triton.jit
@@ -178,48 +168,21 @@ def _gate_gradient(dg, g2, raw, a, bias, lower_bound, GATE: tl.constexpr):
     return -a * sigmoid * dg, dg * (g2 / LOG2E)
 
 
-@triton.jit(do_not_specialize=["T", "N", "HV", "GROUP", "lower_bound", "scale"])
-def chunk_gradient(
-    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_hard, p_do, p_states, p_U, p_dstates, p_dR,
+@triton.jit
+def _chunk(
+    chunk, i_c, o_c, m_c, i_h, batch, start, first, length,
+    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_do, p_states, p_U, p_dstates, p_dR,
     p_dq, p_dk, p_dq_part, p_dk_part, p_dg, p_dbeta, p_dA_part, p_dbias_part,
     q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, o_b, o_t, o_h,
-    T, N, HV, GROUP, scale, lower_bound,
+    T, HV, GROUP, scale, lower_bound,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     GATE: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, QK_L2NORM: tl.constexpr,
-    BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr, PACKED: tl.constexpr, SEARCH: tl.constexpr,
+    BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr,
     GRADIENT_BC: tl.constexpr, GRADIENT_BV: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
     LEAST_BETA: tl.constexpr, CHUNKS: tl.constexpr, WHOLE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One (chunk, value head, block of GRADIENT_BC channels).
-
-    Args:
-        p_hard: chunks that one anchor does not serve; see ``prepare``. CHUNKS: ALL, EASY or HARD.
-        p_do, p_dR: ``[B, T, HV, V]`` with the strides of o. p_states, p_U, p_dstates, p_dR: what the walks left.
-        p_dq, p_dk: ``[B, T, H, K]``, written if WHOLE_ROWS: one program has all channels, and H is HV.
-        p_dq_part, p_dk_part: ``[B, T, HV, K]`` float32, otherwise: gradients of q and k after the normalisation.
-        p_dg: ``[B, T, HV, K]``, of the raw gate. p_dbeta: ``[B, T, HV]``.
-        p_dA_part, p_dbias_part: ``[slots, HV, BK]`` float32, each chunk's part of the gradients of A_log and dt_bias.
-    """
+    """What ``chunk_gradient`` stores of a chunk with tokens."""
     BC: tl.constexpr = GRADIENT_BC
-    pid = tl.program_id(0)
-    i_c = pid % (BK // BC)
-    chunk = (pid // (BK // BC)).to(tl.int64)
-    if CHUNKS != ALL:
-        is_hard = tl.load(p_hard + chunk) != 0
-        if is_hard != (CHUNKS == HARD):
-            return
-    i_s = chunk // HV
-    i_h = (chunk % HV).to(tl.int32)
-    o_c = i_c * BC + tl.arange(0, BC)
-    m_c = o_c < K
-    batch, start, first, length = _locate(p_cu, i_s, T, N, C, PACKED, SEARCH)
-    if first >= length:
-        if HAS_A_LOG:
-            tl.store(p_dA_part + chunk * BK + o_c, tl.zeros((BC,), tl.float32))
-        if HAS_DT_BIAS:
-            tl.store(p_dbias_part + chunk * BK + o_c, tl.zeros((BC,), tl.float32))
-        return
-
     # The states are needed last, and lie where only memory has them.
     LINE: tl.constexpr = 128 * 8 // p_states.dtype.element_ty.primitive_bitwidth
     o_line = tl.arange(0, triton.next_power_of_2(V * BK // LINE))
@@ -356,6 +319,81 @@ def chunk_gradient(
         tl.store(p_dA_part + chunk * BK + o_c, tl.sum(tl.where(m, dA, 0.0), 0))
     if HAS_DT_BIAS:
         tl.store(p_dbias_part + chunk * BK + o_c, tl.sum(tl.where(m, draw, 0.0), 0))
+
+
+@triton.jit(do_not_specialize=["T", "N", "HV", "GROUP", "lower_bound", "scale"])
+def chunk_gradient(
+    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_hard, p_do, p_states, p_U, p_dstates, p_dR,
+    p_dq, p_dk, p_dq_part, p_dk_part, p_dg, p_dbeta, p_dA_part, p_dbias_part,
+    q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, o_b, o_t, o_h,
+    T, N, HV, GROUP, scale, lower_bound,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    GATE: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, QK_L2NORM: tl.constexpr,
+    BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr, PACKED: tl.constexpr, SEARCH: tl.constexpr,
+    GRADIENT_BC: tl.constexpr, GRADIENT_BV: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    LEAST_BETA: tl.constexpr, CHUNKS: tl.constexpr, WHOLE_ROWS: tl.constexpr,
+):  # fmt: skip
+    """One (chunk, value head, block of GRADIENT_BC channels); of HARD chunks as ``prepare``.
+
+    Args:
+        p_hard: chunks that one anchor does not serve; see ``prepare``. CHUNKS: ALL, EASY or HARD.
+        p_do, p_dR: ``[B, T, HV, V]`` with the strides of o. p_states, p_U, p_dstates, p_dR: what the walks left.
+        p_dq, p_dk: ``[B, T, H, K]``, written if WHOLE_ROWS: one program has all channels, and H is HV.
+        p_dq_part, p_dk_part: ``[B, T, HV, K]`` float32, otherwise: gradients of q and k after the normalisation.
+        p_dg: ``[B, T, HV, K]``, of the raw gate. p_dbeta: ``[B, T, HV]``.
+        p_dA_part, p_dbias_part: ``[slots, HV, BK]`` float32, each chunk's part of the gradients of A_log and dt_bias.
+    """
+    BLOCKS: tl.constexpr = BK // GRADIENT_BC
+    given = (
+        p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_do, p_states, p_U, p_dstates, p_dR,
+        p_dq, p_dk, p_dq_part, p_dk_part, p_dg, p_dbeta, p_dA_part, p_dbias_part,
+        q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, o_b, o_t, o_h,
+        T, HV, GROUP, scale, lower_bound,
+    )  # fmt: skip
+    if CHUNKS == HARD:
+        marks = marks_of_program(p_hard, slots(T, N, C, PACKED) * HV * BLOCKS, BLOCKS)
+        if marks == 0:
+            return
+        # What does not depend on the chunk is made anew for each: kept, it would spill.
+        for i in tl.range(0, MOST_LOOKED_AT, num_stages=1, disable_licm=True):
+            if (marks >> i) & 1:
+                pid = tl.program_id(0) + i * tl.num_programs(0)
+                i_c = pid % BLOCKS
+                chunk = (pid // BLOCKS).to(tl.int64)
+                i_s = chunk // HV
+                i_h = (chunk % HV).to(tl.int32)
+                o_c = i_c * GRADIENT_BC + tl.arange(0, GRADIENT_BC)
+                m_c = o_c < K
+                batch, start, first, length = locate(p_cu, i_s, T, N, C, PACKED, SEARCH)
+                _chunk(
+                    chunk, i_c, o_c, m_c, i_h, batch, start, first, length, *given,
+                    K, V, C, BK, GATE, HAS_A_LOG, HAS_DT_BIAS, QK_L2NORM, BETA_IS_LOGIT, NEG_EIGVAL,
+                    GRADIENT_BC, GRADIENT_BV, TILE, PRECISION, LEAST_BETA, CHUNKS, WHOLE_ROWS,
+                )  # fmt: skip
+    else:
+        pid = tl.program_id(0)
+        i_c = pid % BLOCKS
+        chunk = (pid // BLOCKS).to(tl.int64)
+        if CHUNKS == EASY:
+            is_hard = tl.load(p_hard + chunk) != 0
+            if is_hard:
+                return
+        i_s = chunk // HV
+        i_h = (chunk % HV).to(tl.int32)
+        o_c = i_c * GRADIENT_BC + tl.arange(0, GRADIENT_BC)
+        m_c = o_c < K
+        batch, start, first, length = locate(p_cu, i_s, T, N, C, PACKED, SEARCH)
+        if first >= length:
+            if HAS_A_LOG:
+                tl.store(p_dA_part + chunk * BK + o_c, tl.zeros((GRADIENT_BC,), tl.float32))
+            if HAS_DT_BIAS:
+                tl.store(p_dbias_part + chunk * BK + o_c, tl.zeros((GRADIENT_BC,), tl.float32))
+            return
+        _chunk(
+            chunk, i_c, o_c, m_c, i_h, batch, start, first, length, *given,
+            K, V, C, BK, GATE, HAS_A_LOG, HAS_DT_BIAS, QK_L2NORM, BETA_IS_LOGIT, NEG_EIGVAL,
+            GRADIENT_BC, GRADIENT_BV, TILE, PRECISION, LEAST_BETA, CHUNKS, WHOLE_ROWS,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flash_kda.backends.triton import config
+
 # Gates, as constexpr values of the kernels.
 LOG, LOWER_BOUND, SOFTPLUS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # Which chunks a launch of the preparation takes: all, by one anchor, since the gate is bounded; all that one anchor can
@@ -16,6 +18,7 @@ LOWEST_G2 = tl.constexpr(-200.0)
 L2NORM_EPS = tl.constexpr(1e-6)
 # The interpreter knows no inline assembly.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+MOST_LOOKED_AT = tl.constexpr(config.MOST_LOOKED_AT)
 
 
 @triton.jit
@@ -133,6 +136,36 @@ def sequence_of_slot(p_cu, slot, N, C: tl.constexpr, BLOCK: tl.constexpr):
         start = tl.load(p_cu + at, mask=inside, other=0)
         found += tl.sum((inside & (first_slot(start, at, C) <= slot)).to(tl.int32), 0)
     return low + found - 1
+
+
+@triton.jit
+def locate(p_cu, slot, T, N, C: tl.constexpr, PACKED: tl.constexpr, SEARCH: tl.constexpr):
+    """Batch row, first token of the sequence, first token of the chunk in it, and tokens; no more of these: unused."""
+    if PACKED:
+        n = sequence_of_slot(p_cu, slot, N, C, SEARCH)
+        start = tl.load(p_cu + n).to(tl.int64)
+        length = tl.load(p_cu + n + 1).to(tl.int64) - start
+        return tl.zeros((), tl.int64), start, (slot - first_slot(start, n, C)) * C, length
+    per_row = (T + C - 1) // C
+    return slot // per_row, tl.zeros((), tl.int64), (slot % per_row) * C, T.to(tl.int64)
+
+
+@triton.jit
+def slots(T, N, C: tl.constexpr, PACKED: tl.constexpr):
+    """Chunks in the workspace, as ``forward.slots`` counts them."""
+    return T // C + 1 + N if PACKED else N * ((T + C - 1) // C)
+
+
+@triton.jit
+def marks_of_program(p_hard, end, BLOCKS: tl.constexpr):
+    """Bit i says whether the chunk of block ``i_p + i programs`` is marked: one load of all that a program looks at.
+
+    Each of the chunks has BLOCKS of the ``end`` blocks.
+    """
+    o = tl.arange(0, MOST_LOOKED_AT)
+    block = tl.program_id(0) + o * tl.num_programs(0)
+    is_marked = tl.load(p_hard + block // BLOCKS, mask=block < end, other=0) != 0
+    return tl.sum(is_marked.to(tl.uint32) << o.to(tl.uint32), 0)
 
 
 @triton.jit

@@ -14,6 +14,9 @@ CHUNK = 32
 # Sequences whose first slots one vector load compares, when a chunk looks for its sequence.
 SEARCH = 256
 MOST_STAGES = 4
+# Programs per multiprocessor of a launch over HARD chunks, and blocks that each looks at, at most: a bit for each.
+HARD_PROGRAMS = 4
+MOST_LOOKED_AT = 32
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Config:
         prepare_warps, recurrence_warps: warps per program.
         stages: chunks in flight in the recurrence.
         recurrence_registers: limit per thread, where more programs per multiprocessor are worth it; None for no limit.
+        most_hard_programs: of a launch over HARD chunks, while none of them looks at more than MOST_LOOKED_AT blocks.
     """
 
     C: int
@@ -50,6 +54,7 @@ class Config:
     recurrence_warps: int
     stages: int
     recurrence_registers: int | None
+    most_hard_programs: int
 
     @property
     def element_bytes(self) -> int:
@@ -66,6 +71,14 @@ class Config:
     def square_elements(self) -> int:
         """Elements of one ``[C, C]`` matrix in the workspace."""
         return self.C * self.C * (2 if self.split else 1)
+
+    def hard_programs(self, blocks: int) -> int:
+        """Programs of a launch over those of so many blocks whose chunks are HARD: usually few or none, if not all.
+
+        Block i is that of program ``i % programs``. Heads are the fastest dimension of blocks: an odd number spreads
+        both all heads of one chunk and all chunks of one head, since heads are mostly a power of two.
+        """
+        return max(min(blocks, self.most_hard_programs), math.ceil(blocks / MOST_LOOKED_AT)) | 1
 
 
 def power_of_two(n: int) -> int:
@@ -120,6 +133,8 @@ def configure(problem: Problem, device: Device) -> Config:
         recurrence_registers=168
         if chunks == 1 and split and BK <= 128 and device.capability // 10 in (9, 10) and not problem.checkpoints
         else None,
+        # One fewer, so that it is odd; see hard_programs.
+        most_hard_programs=HARD_PROGRAMS * device.multiprocessors - 1,
     )
 
 

@@ -131,11 +131,12 @@ def describe(call: Signature, config: Config, out: Written, final: Written | Non
         "hard": (0 if bounded else chunks, torch.int8),
     }
     common_values = values(call, config, out, final)
-    easy_and_hard = ((common.EASY.value, config.BC), (common.HARD.value, config.hard_BC))
-    launches = []
-    for which, BC in ((common.ALL.value, config.BC),) if bounded else easy_and_hard:
-        own = {"CHUNKS": which, "BC": BC}
-        launches.append(Launch(prepare, chunks, common_values | own, {"num_warps": config.prepare_warps}))
+    prepare_options = {"num_warps": config.prepare_warps}
+    own = {"CHUNKS": common.ALL.value if bounded else common.EASY.value, "BC": config.BC}
+    launches = [Launch(prepare, chunks, common_values | own, prepare_options)]
+    if not bounded:
+        own = {"CHUNKS": common.HARD.value, "BC": config.hard_BC}
+        launches.append(Launch(prepare, config.hard_programs(chunks), common_values | own, prepare_options))
     programs = N * HV * math.ceil(p.V / config.BV)
     options = {"num_warps": config.recurrence_warps, "maxnreg": config.recurrence_registers}
     launches.append(Launch(recurrence, programs, common_values, options))

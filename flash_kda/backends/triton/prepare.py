@@ -13,12 +13,14 @@ from flash_kda.backends.triton.common import (
     EASY,
     HARD,
     L2NORM_EPS,
+    MOST_LOOKED_AT,
     activated_beta,
     at_least,
     exp2,
-    first_slot,
+    locate,
     log2_decay,
-    sequence_of_slot,
+    marks_of_program,
+    slots,
     token_of_row,
 )
 
@@ -143,71 +145,19 @@ def _store_square(p, b_x, first_row, C: tl.constexpr, SPLIT: tl.constexpr):
         tl.store(p + o + C, (b_x - high.to(tl.float32)).to(p.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["T", "N", "HV", "GROUP", "lower_bound", "scale"])
-def prepare(
-    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_tiles, p_squares, p_decay, p_hard, p_o,
-    q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, o_b, o_t, o_h,
-    T, N, HV, GROUP, scale, lower_bound,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+@triton.jit
+def _chunk(
+    i_s, i_h, batch, start, first, length,
+    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_tiles, p_squares, p_decay, p_hard,
+    q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
+    HV, GROUP, scale, lower_bound,
+    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     GATE: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, QK_L2NORM: tl.constexpr,
-    BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr, PACKED: tl.constexpr, SEARCH: tl.constexpr,
+    BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr,
     BC: tl.constexpr, SEGMENTS: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, SQUARE: tl.constexpr,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr, LEAST_BETA: tl.constexpr,
 ):  # fmt: skip
-    """One (chunk, value head).
-
-    Args:
-        p_q, p_k: ``[B, T, H, K]``. p_g: ``[B, T, HV, K]``. p_beta: ``[B, T, HV]``. Strides in elements by dimension.
-        p_cu: ``[N + 1]`` boundaries if PACKED.
-        p_tiles: ``[slots, HV, 3, C, BK]`` in TILE: minus K_plus, Q_plus, K_end.
-        p_squares: ``[slots, HV, 2 C, C or 2 C]``: ``T Diag(beta)`` over ``Mqk T Diag(beta)``; with SPLIT the second
-            half of a row is what the rounding of the first lost.
-        p_decay: ``[slots, HV, BK]`` float32, the decay of the whole chunk.
-        p_o: ``[B, T, HV, V]``; if PACKED, rows past the last sequence are set to zero here.
-        BC: channels at a time. SEGMENTS: see token_of_row.
-        p_hard: ``[slots, HV]`` int8, set by a launch over EASY chunks: one anchor does not serve the chunk, since a
-            half of it decays by 2^-120 or more.
-        GROUP: value heads per query/key head. CHUNKS: ALL, EASY or HARD.
-        SQUARE: dtype of the operands that make the squares.
-        LEAST_BETA: what stands for a smaller beta; see ``at_least``.
-    """
-    pid = tl.program_id(0)
-    i_s = (pid // HV).to(tl.int64)
-    i_h = pid % HV
-    if CHUNKS == HARD:
-        is_easy = tl.load(p_hard + i_s * HV + i_h) == 0
-        if is_easy:
-            return
-    if PACKED:
-        end = tl.load(p_cu + N).to(tl.int64)
-        row0 = (i_s - N) * C
-        if row0 + C > end:
-            # No sequence uses this slot: it clears the rows that belong to none.
-            if CHUNKS == EASY:
-                tl.store(p_hard + i_s * HV + i_h, 0)
-            o_row = row0 + tl.arange(0, C)
-            o_v = tl.arange(0, 64)
-            for v in range(0, V, 64):
-                m_o = ((o_row >= end) & (o_row < T))[:, None] & (v + o_v < V)[None, :]
-                p_row = p_o + o_row[:, None] * o_t + i_h * o_h + v + o_v[None, :]
-                tl.store(p_row, tl.zeros((C, 64), p_o.dtype.element_ty), mask=m_o)
-            return
-        n = sequence_of_slot(p_cu, i_s, N, C, SEARCH)
-        start = tl.load(p_cu + n).to(tl.int64)
-        length = tl.load(p_cu + n + 1).to(tl.int64) - start
-        first = (i_s - first_slot(start, n, C)) * C
-        batch = tl.zeros((), tl.int64)
-    else:
-        per_row = (T + C - 1) // C
-        batch = i_s // per_row
-        first = (i_s % per_row) * C
-        start = tl.zeros((), tl.int64)
-        length = T.to(tl.int64)
-    if first >= length:
-        if CHUNKS == EASY:
-            tl.store(p_hard + i_s * HV + i_h, 0)
-        return
-
+    """What ``prepare`` stores of a chunk with tokens."""
     o_r = tl.arange(0, C)
     o_time = token_of_row(C, SEGMENTS)
     m_t = first + o_time < length
@@ -279,3 +229,82 @@ def prepare(
     _store_square(p_square, T_beta, 0, C, SPLIT)
     M_T = tl.dot(Mqk.to(SQUARE), T_beta.to(SQUARE), input_precision=PRECISION)
     _store_square(p_square, M_T, C, C, SPLIT)
+
+
+@triton.jit(do_not_specialize=["T", "N", "HV", "GROUP", "lower_bound", "scale"])
+def prepare(
+    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_tiles, p_squares, p_decay, p_hard, p_o,
+    q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, o_b, o_t, o_h,
+    T, N, HV, GROUP, scale, lower_bound,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    GATE: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, QK_L2NORM: tl.constexpr,
+    BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr, PACKED: tl.constexpr, SEARCH: tl.constexpr,
+    BC: tl.constexpr, SEGMENTS: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, SQUARE: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr, LEAST_BETA: tl.constexpr,
+):  # fmt: skip
+    """One (chunk, value head); of HARD chunks all that are marked among those that the program looks at.
+
+    Args:
+        p_q, p_k: ``[B, T, H, K]``. p_g: ``[B, T, HV, K]``. p_beta: ``[B, T, HV]``. Strides in elements by dimension.
+        p_cu: ``[N + 1]`` boundaries if PACKED.
+        p_tiles: ``[slots, HV, 3, C, BK]`` in TILE: minus K_plus, Q_plus, K_end.
+        p_squares: ``[slots, HV, 2 C, C or 2 C]``: ``T Diag(beta)`` over ``Mqk T Diag(beta)``; with SPLIT the second
+            half of a row is what the rounding of the first lost.
+        p_decay: ``[slots, HV, BK]`` float32, the decay of the whole chunk.
+        p_o: ``[B, T, HV, V]``; if PACKED, rows past the last sequence are set to zero here.
+        BC: channels at a time. SEGMENTS: see token_of_row.
+        p_hard: ``[slots, HV]`` int8, set by a launch over EASY chunks: one anchor does not serve the chunk, since a
+            half of it decays by 2^-120 or more.
+        GROUP: value heads per query/key head. CHUNKS: ALL, EASY or HARD.
+        SQUARE: dtype of the operands that make the squares.
+        LEAST_BETA: what stands for a smaller beta; see ``at_least``.
+    """
+    given = (
+        p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_tiles, p_squares, p_decay, p_hard,
+        q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
+        HV, GROUP, scale, lower_bound,
+    )  # fmt: skip
+    if CHUNKS == HARD:
+        marks = marks_of_program(p_hard, slots(T, N, C, PACKED) * HV, 1)
+        if marks == 0:
+            return
+        # What does not depend on the chunk is made anew for each: kept, it would spill.
+        for i in tl.range(0, MOST_LOOKED_AT, num_stages=1, disable_licm=True):
+            if (marks >> i) & 1:
+                chunk = tl.program_id(0) + i * tl.num_programs(0)
+                i_s = (chunk // HV).to(tl.int64)
+                i_h = chunk % HV
+                batch, start, first, length = locate(p_cu, i_s, T, N, C, PACKED, SEARCH)
+                _chunk(
+                    i_s, i_h, batch, start, first, length, *given,
+                    K, C, BK, GATE, HAS_A_LOG, HAS_DT_BIAS, QK_L2NORM, BETA_IS_LOGIT, NEG_EIGVAL, BC,
+                    SEGMENTS, CHUNKS, TILE, SQUARE, SPLIT, PRECISION, LEAST_BETA,
+                )  # fmt: skip
+    else:
+        chunk = tl.program_id(0)
+        i_s = (chunk // HV).to(tl.int64)
+        i_h = chunk % HV
+        if PACKED:
+            end = tl.load(p_cu + N).to(tl.int64)
+            row0 = (i_s - N) * C
+            if row0 + C > end:
+                # No sequence uses this slot: it clears the rows that belong to none.
+                if CHUNKS == EASY:
+                    tl.store(p_hard + i_s * HV + i_h, 0)
+                o_row = row0 + tl.arange(0, C)
+                o_v = tl.arange(0, 64)
+                for v in range(0, V, 64):
+                    m_o = ((o_row >= end) & (o_row < T))[:, None] & (v + o_v < V)[None, :]
+                    p_row = p_o + o_row[:, None] * o_t + i_h * o_h + v + o_v[None, :]
+                    tl.store(p_row, tl.zeros((C, 64), p_o.dtype.element_ty), mask=m_o)
+                return
+        batch, start, first, length = locate(p_cu, i_s, T, N, C, PACKED, SEARCH)
+        if first >= length:
+            if CHUNKS == EASY:
+                tl.store(p_hard + i_s * HV + i_h, 0)
+            return
+        _chunk(
+            i_s, i_h, batch, start, first, length, *given,
+            K, C, BK, GATE, HAS_A_LOG, HAS_DT_BIAS, QK_L2NORM, BETA_IS_LOGIT, NEG_EIGVAL, BC,
+            SEGMENTS, CHUNKS, TILE, SQUARE, SPLIT, PRECISION, LEAST_BETA,
+        )  # fmt: skip
