@@ -8,7 +8,6 @@ import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,18 +16,11 @@ import torch
 from torch import Tensor
 
 import flash_kda
+from flash_kda.cli_errors import WRONG_USE, UserError, guarded, missing
 from flash_kda.types import Gate, LogGate, LowerBoundGate, Problem, SoftplusGate
 
 if TYPE_CHECKING:
     import typer
-
-# Which extra of this package brings an optional package.
-EXTRAS = {"typer": "cli", "rich": "cli", "matplotlib": "plot", "jinja2": "plot", "triton": "triton"}
-WRONG_USE = 2
-
-
-class UserError(Exception):
-    """Something that the person at the keyboard can mend: shown without a traceback, exit status 2."""
 
 
 class GateName(str, Enum):
@@ -37,27 +29,6 @@ class GateName(str, Enum):
     lower_bound = "lower-bound"
     softplus = "softplus"
     log = "log"
-
-
-def missing(error: ImportError) -> UserError:
-    """What to tell about a package that cannot be imported; an error of this package's own is raised again."""
-    package = (error.name or "").partition(".")[0]
-    if package not in EXTRAS:
-        raise error
-    return UserError(f"this command needs {package}: pip install 'flash_kda[{EXTRAS[package]}]'")
-
-
-def guarded(action: Callable[[], int]) -> None:
-    """Leave with the action's status, or with 2 and a message if the user can mend what went wrong."""
-    import typer
-
-    try:
-        status = action()
-    except UserError as error:
-        typer.secho(f"flash-kda: {error}", fg=typer.colors.RED, err=True)
-        status = WRONG_USE
-    if status:
-        raise typer.Exit(status)
 
 
 def run_demo(steps: int, seed: int, out: Path) -> int:

@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from flash_kda.cli import UserError, guarded, missing
+from flash_kda.cli_errors import UserError, guarded, missing
 
 if TYPE_CHECKING:
     import typer

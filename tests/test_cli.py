@@ -16,7 +16,7 @@ pytest.importorskip("matplotlib")
 from typer.testing import CliRunner, Result
 
 import flash_kda
-from flash_kda import cli
+from flash_kda import cli, cli_errors
 from flash_kda.demo import agree
 from flash_kda.demo.matrices import chunk_matrices
 
@@ -185,7 +185,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, package: st
     monkeypatch.setitem(sys.modules, package, None)
     if package == "rich":
         # typer draws with rich too, so the command's function is called without it.
-        with pytest.raises(cli.UserError, match=r"needs rich: pip install 'flash_kda\[cli\]'"):
+        with pytest.raises(cli_errors.UserError, match=r"needs rich: pip install 'flash_kda\[cli\]'"):
             cli.run_doctor()
         return
     result = CliRunner().invoke(app, args)
@@ -211,7 +211,7 @@ def test_main_runs_a_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 def test_a_fault_of_our_own_is_not_hidden() -> None:
     with pytest.raises(ImportError, match="broken"):
-        raise cli.missing(ImportError("broken", name="flash_kda.api"))
+        raise cli_errors.missing(ImportError("broken", name="flash_kda.api"))
 
 
 def test_imports_are_lazy() -> None:

@@ -29,6 +29,7 @@ LAYERS = (
     {"api", "decode", "prefill", "step"},
     {"compat", "nn", "integrations", "distributed", "bench"},
     {"demo"},
+    {"cli_errors"},
     {"cli_bench"},
     {"cli"},
 )

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flash_kda.backends.hopper.common import pair, sequence_of_slot
 from flash_kda.backends.hopper.prepare import PLAIN, locate, to_float
-from flash_kda.backends.triton.chunk_gradient import _gate_gradient as gate_gradient
+from flash_kda.backends.triton.chunk_gradient import gate_gradient
 from flash_kda.backends.triton.common import (
     EASY,
     L2NORM_EPS,

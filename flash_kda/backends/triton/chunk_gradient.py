@@ -152,7 +152,7 @@ def _through_norm(y, dy, r):
 
 
 @triton.jit
-def _gate_gradient(dg, g2, raw, a, bias, lower_bound, GATE: tl.constexpr):
+def gate_gradient(dg, g2, raw, a, bias, lower_bound, GATE: tl.constexpr):
     """Gradients of the raw gate, and of A_log by element, from that of the natural log decay."""
     if GATE == LOG:
         return dg, dg
@@ -313,7 +313,7 @@ def _chunk(
     else:
         tl.store(p_dq_part + o_part, dq, mask=m)
         tl.store(p_dk_part + o_part, dk, mask=m)
-    draw, dA = _gate_gradient(dg, g2, raw, a, bias[None, :], lower_bound, GATE)
+    draw, dA = gate_gradient(dg, g2, raw, a, bias[None, :], lower_bound, GATE)
     tl.store(p_dg + o_part, draw.to(p_dg.dtype.element_ty), mask=m)
     if HAS_A_LOG:
         tl.store(p_dA_part + chunk * BK + o_c, tl.sum(tl.where(m, dA, 0.0), 0))
