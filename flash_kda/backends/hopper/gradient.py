@@ -234,7 +234,11 @@ def _chunk(
     if HAS_DT_BIAS:
         bias = s_bias.index(stage).load(OF_CHANNEL)
     bias = gl.expand_dims(bias, 1)
-    g2 = log2_decay(_tile(s_g), a, bias, lower_bound, valid, GATE)
+    raw = _tile(s_g)
+    if last < C - 1:
+        # The rows past the end are another sequence's.
+        raw = gl.where(valid, raw, 0.0)
+    g2 = log2_decay(raw, a, bias, lower_bound, valid, GATE)
     early, late = _halves(g2)
     high, low = pair(g2)
     from_mid = warpgroup_mma(_left(high), s_sums.index(0), zero, use_acc=False, is_async=True)
@@ -308,10 +312,9 @@ def _chunk(
     high, low = pair(dG)
     dg = warpgroup_mma(_left(high), s_sums.index(1), zero, use_acc=False, is_async=True)
     dg = warpgroup_mma(_left(low), s_sums.index(1), dg, is_async=True)
-    e_row *= unit
-    e_column *= unit
-    dq = (dQ_plus + dq_row * e_row) * scale
-    dk += dk_row * e_row + dk_column * e_column
+    # The unit last: beside it, a strong decay of a small gradient would be zero.
+    dq = (dQ_plus + dq_row * e_row * unit) * scale
+    dk += (dk_row * e_row + dk_column * e_column) * unit
     q *= 1.0 / scale
     q_dq, k_dk = gl.reduce((q * dq, k * dk), 0, _add_both)
     dq = gl.expand_dims(s_norms.slice(0, C).load(OF_TOKEN), 0) * (dq - q * gl.expand_dims(q_dq, 0))
