@@ -210,11 +210,11 @@ def known_form(case: Case) -> None:
             assert_same_bits(state, state2, "state")
 
 
-def in_parts(B: int, T: int) -> None:
+def in_parts(case: Case) -> None:
     """A workspace of 192 rows at most: the same bits as with room for all, in place too."""
     from flash_kda.backends.triton import forward
 
-    call = Case(B=B, T=T, gate="softplus", HV=4).build()
+    call = case.build()
     o, state = run(call)
     inputs = inputs_of(call)
     out, final = torch.full_like(o, math.nan), call["initial_state"]
@@ -228,7 +228,7 @@ def in_parts(B: int, T: int) -> None:
     sizes = [x.args[0].v.shape[0] * x.args[0].v.shape[1] * x.args[0].v.shape[2] for x in launches.call_args_list]
     assert len(sizes) > 1, "one launch"
     assert max(sizes) <= 192, sizes
-    assert sum(sizes) == B * T * 4, sizes
+    assert sum(sizes) == call["v"][..., 0].numel(), sizes
     assert_same_bits(out, o, "o")
     assert_same_bits(final, state, "state")
 
@@ -307,9 +307,10 @@ CASES: dict[str, Callable[[], None]] = {
             Case(T=33, gate="log", final=False),
         )
     },
-    "in parts of the tokens": partial(in_parts, 1, 100),
-    "in parts of the batch": partial(in_parts, 3, 40),
-    "in parts of both": partial(in_parts, 2, 70),
+    "in parts of the tokens": partial(in_parts, Case(T=100, HV=4, gate="softplus")),
+    "in parts of the batch": partial(in_parts, Case(B=3, T=40, HV=4, gate="softplus")),
+    "in parts of both": partial(in_parts, Case(B=2, T=70, HV=4, gate="softplus")),
+    "in parts of the heads": partial(in_parts, Case(lengths=(30, 0, 41), tail=3, H=3, HV=6, dt_bias="flat")),
     "segments": partial(segments, None),
     "segments, packed": partial(segments, (300, 0, 65)),
     **{

@@ -119,7 +119,10 @@ HOPPER = tuple(
         Run("hopper-cut-packed", LONG_PACKED, cut=True),
         Run("hopper-backward", LONG, grad=True),
         Run("hopper-backward-joins", LONG.but(gate="softplus", strength="saturated"), grad=True),
-        Run("hopper-backward-packed", LONG_PACKED.but(HV=2, layout="kv"), grad=True),
+        Run("hopper-backward-packed", LONG_PACKED.but(layout="kv"), grad=True),
+        Run("hopper-backward-value-heads", LONG_PACKED.but(HV=2), grad=True),
+        Run("hopper-backward-parts", LONG, grad=True, multiprocessors=1),
+        Run("hopper-backward-sharing", LONG_PACKED.but(V=64), grad=True, multiprocessors=1),
         Run("hopper-backward-softplus", LONG.but(gate="softplus", strength="slow", HV=2), grad=True),
         Run("hopper-backward-256", LONG.but(V=256), grad=True),
     )

@@ -18,11 +18,11 @@ from torch import Tensor
 from flash_kda.backends.triton.chunk_gradient import chunk_gradient, head_gradient
 from flash_kda.backends.triton.common import HARD
 from flash_kda.backends.triton.config import Config, configure
-from flash_kda.backends.triton.forward import Written, describe, device_facts, part_of, slots, values
+from flash_kda.backends.triton.forward import Written, describe, device_facts, heads_of, part_of, slots, values
 from flash_kda.backends.triton.launch import Launch, Plan, Scratch
 from flash_kda.backends.triton.prepare import prepare
 from flash_kda.backends.triton.walks import walks
-from flash_kda.types import Inputs, Problem, Signature, gate_parameters, with_parameters
+from flash_kda.types import Inputs, Problem, Signature, gate_parameters
 
 # What is passed to the kernels, by the names of their parameters without ``p_``: to all, to the preparation and the
 # walks, and to the chunks and heads after them. The preparation clears the rows of o past the last sequence: dv's.
@@ -173,16 +173,6 @@ def compute(inputs: Inputs, do: Tensor, dS: Tensor | None, planner: Planner = pl
     return dq, dk, dv, dg, dbeta, dA_log, dbias, dS0
 
 
-def _heads(inputs: Inputs, heads: slice, own: slice) -> Inputs:
-    """The call for some of q's heads and their own value heads."""
-    S = inputs.initial_state
-    A_log, dt_bias = (None if x is None else x[own] for x in gate_parameters(inputs.gate))
-    gate = with_parameters(inputs.gate, A_log, dt_bias)
-    given = {name: getattr(inputs, name)[:, :, heads] for name in ("q", "k")}
-    given |= {name: getattr(inputs, name)[:, :, own] for name in ("v", "g", "beta")}
-    return inputs.replace(**given, gate=gate, initial_state=None if S is None else S[:, own])
-
-
 def _join(parts: list[Found], of_rows: int, of_parameters: int | None, of_states: int) -> Found:
     """The whole from its parts, along these dimensions; parameters without one are added in order."""
     dims = (*(of_rows,) * 5, *(of_parameters,) * 2, of_states)
@@ -223,7 +213,7 @@ def compute_in_parts(inputs: Inputs, do: Tensor, dS: Tensor | None, planner: Pla
     for first in range(0, p.H, count):
         heads, own = slice(first, first + count), slice(first * group, (first + count) * group)
         of_heads = None if dS is None else dS[:, own]
-        parts.append(compute(_heads(inputs, heads, own), do[:, :, own], of_heads, planner))
+        parts.append(compute(heads_of(inputs, heads, own), do[:, :, own], of_heads, planner))
     return _join(parts, 2, 0, 1)
 
 

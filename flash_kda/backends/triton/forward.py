@@ -16,7 +16,17 @@ from flash_kda.backends.triton.config import CHUNK, SEARCH, Config, Device, conf
 from flash_kda.backends.triton.launch import Launch, Plan, Scratch
 from flash_kda.backends.triton.prepare import prepare
 from flash_kda.backends.triton.recurrence import recurrence
-from flash_kda.types import ForwardTensors, Inputs, Maybe, Problem, Runner, Signature, StateLayout, gate_parameters
+from flash_kda.types import (
+    ForwardTensors,
+    Inputs,
+    Maybe,
+    Problem,
+    Runner,
+    Signature,
+    StateLayout,
+    gate_parameters,
+    with_parameters,
+)
 
 GATES = {"log": common.LOG.value, "lower_bound": common.LOWER_BOUND.value, "softplus": common.SOFTPLUS.value}
 # What is passed to the kernels, by the names of their parameters without ``p_``.
@@ -194,20 +204,37 @@ def part_of(inputs: Inputs, at: tuple[slice, slice], initial_state: Tensor | Non
     return inputs.replace(**rows, initial_state=initial_state)
 
 
+def heads_of(inputs: Inputs, heads: slice, own: slice) -> Inputs:
+    """The call for some of q's heads and their own value heads."""
+    S = inputs.initial_state
+    A_log, dt_bias = (None if x is None else x[own] for x in gate_parameters(inputs.gate))
+    gate = with_parameters(inputs.gate, A_log, dt_bias)
+    given = {name: getattr(inputs, name)[:, :, heads] for name in ("q", "k")}
+    given |= {name: getattr(inputs, name)[:, :, own] for name in ("v", "g", "beta")}
+    return inputs.replace(**given, gate=gate, initial_state=None if S is None else S[:, own])
+
+
 def _is_whole(p: Problem) -> bool:
-    return p.packed or p.B * p.T * (p.HV or p.H) <= MOST_ROWS
+    return p.B * p.T * (p.HV or p.H) <= MOST_ROWS
 
 
 def launch_in_parts(inputs: Inputs, out: Tensor, final: Tensor | None, planner: Planner | None) -> None:
     """:func:`launch`, in several calls where the workspace of one would have more than MOST_ROWS rows.
 
-    Batch rows come first, then tokens, with the state handed on in float32. Packed sequences are left whole: where one
-    ends is known on the device alone.
+    Batch rows come first, then tokens, with the state handed on in float32. Of packed sequences heads take turns, down
+    to one head of q: where a sequence ends is known on the device alone.
     """
     p = inputs.signature.problem
     HV, S = p.HV or p.H, inputs.initial_state
     if _is_whole(p):
         launch(inputs, out, final, planner)
+    elif p.packed:
+        group = HV // p.H
+        count = max(1, MOST_ROWS // (p.T * group))
+        for first in range(0, p.H, count):
+            own = slice(first * group, (first + count) * group)
+            part = heads_of(inputs, slice(first, first + count), own)
+            launch(part, out[:, :, own], None if final is None else final[:, own], planner)
     elif p.B > 1:
         count = max(1, MOST_ROWS // (p.T * HV))
         for rows in (slice(b, b + count) for b in range(0, p.B, count)):
