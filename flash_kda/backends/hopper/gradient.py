@@ -234,7 +234,11 @@ def _chunk(
     if HAS_DT_BIAS:
         bias = s_bias.index(stage).load(OF_CHANNEL)
     bias = gl.expand_dims(bias, 1)
-    g2 = log2_decay(_tile(s_g), a, bias, lower_bound, valid, GATE)
+    raw = _tile(s_g)
+    if last < C - 1:
+        # A NaN in another sequence's rows would reach all tokens through the sums.
+        raw = gl.where(valid, raw, 0.0)
+    g2 = log2_decay(raw, a, bias, lower_bound, valid, GATE)
     early, late = _halves(g2)
     high, low = pair(g2)
     from_mid = warpgroup_mma(_left(high), s_sums.index(0), zero, use_acc=False, is_async=True)
