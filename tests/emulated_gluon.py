@@ -148,7 +148,7 @@ LANGUAGE = SimpleNamespace(
     store=_store,
     allocate_shared_memory=hardware.allocate,
     thread_barrier=hardware.thread_barrier,
-    warp_specialize=lambda functions, *_: hardware.program().specialize(functions),
+    warp_specialize=lambda *given: hardware.program().specialize(*given),
 )
 HARDWARE = {
     "gl": LANGUAGE,
@@ -213,5 +213,5 @@ def run(launch: Launch, tensors: Mapping[str, Tensor | None], *, last_first: boo
         kernel = launch.kernel.fn
         emulate(patch, sys.modules[kernel.__module__])
         for number in range(launch.programs):
-            with hardware.running(number, launch.programs, last_first):
+            with hardware.running(number, launch.programs, launch.options["num_warps"], last_first):
                 kernel(**given)

@@ -7,6 +7,7 @@ on a GPU is an error:
 - reading shared memory that nothing was stored in, or that a copy is on its way to;
 - hardware reading what threads stored without a fence and a barrier;
 - an operand of a product, or what a copy out reads, that changed before the kernel waited for it;
+- storing where a copy out may still read, and arriving at a barrier while other threads may not have come so far;
 - using a product too early, copies of other sizes than a barrier expects, and barriers that nobody reaches.
 """
 
@@ -92,13 +93,21 @@ class Abandoned(BaseException):
 
 @dataclass(eq=False)
 class Partition:
+    warps: int
     products: list[Product] = field(default_factory=list)
     copies: list[CopyOut] = field(default_factory=list)
     # What it stored in shared memory and has not shown to all yet.
     stored: list[Shared] = field(default_factory=list)
+    # Copies that one thread knows to have been read, and whether all threads have done what this one has.
+    read: list[CopyOut] = field(default_factory=list)
+    is_together: bool = True
     is_done: bool = False
     waits_for: tuple[Barrier, int] | None = None
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def parts(self) -> None:
+        """A thread did something that others may not have done yet; those of one warp go together."""
+        self.is_together = self.warps == 1
 
     def goes_on(self) -> bool:
         return not self.is_done and (self.waits_for is None or self.waits_for[0].is_past(self.waits_for[1]))
@@ -116,9 +125,9 @@ class Program:
             barriers let it. Otherwise it goes on when nobody else can.
     """
 
-    def __init__(self, number: int, programs: int, last_first: bool) -> None:
-        self.number, self.programs, self.last_first = number, programs, last_first
-        self.current = Partition()
+    def __init__(self, number: int, programs: int, warps: int, last_first: bool) -> None:
+        self.number, self.programs, self.warps, self.last_first = number, programs, warps, last_first
+        self.current = Partition(warps)
         self.partitions: list[Partition] = []
         self.barriers: list[Barrier] = []
         self.error: BaseException | None = None
@@ -168,9 +177,12 @@ class Program:
         self.current = waiting[0] if self.error else following
         self.current.turn.release()
 
-    def specialize(self, functions: Sequence[tuple[Callable[..., None], Sequence[Any]]], *_: Any) -> None:
+    def specialize(
+        self, functions: Sequence[tuple[Callable[..., None], Sequence[Any]]], warps: Sequence[int], _: Any
+    ) -> None:
         whole = self.current
-        self.partitions = [Partition() for _ in functions]
+        assert len(warps) == len(functions) - 1
+        self.partitions = [Partition(n) for n in (self.warps, *warps)]
         threads = [
             threading.Thread(target=self._run, args=(x, *given), daemon=True)
             for x, given in zip(self.partitions, functions, strict=True)
@@ -197,10 +209,10 @@ _PROGRAM: Program | None = None
 
 
 @contextmanager
-def running(number: int, programs: int, last_first: bool) -> Iterator[None]:
+def running(number: int, programs: int, warps: int, last_first: bool) -> Iterator[None]:
     """One program of a launch; see :class:`Program`."""
     global _PROGRAM
-    _PROGRAM = Program(number, programs, last_first)
+    _PROGRAM = Program(number, programs, warps, last_first)
     try:
         yield
         _PROGRAM.finish()
@@ -248,15 +260,30 @@ class Shared:
 
     def load(self, *_: Any) -> Value:
         assert bool((self.state > COPYING).all()), "read before anything was stored or copied there"
+        program().current.parts()
         return value(self.data.clone())
 
     def store(self, x: Value) -> None:
         assert x.dtype == self.data.dtype
         assert x.shape == self.data.shape
         assert not bool((self.state == COPYING).any()), "stored where a copy is on its way to"
+        me = program().current
+        assert not any(self.meets(x.source) for x in (*me.copies, *me.read)), "stored where a copy may still read"
         self.data.copy_(x)
         self.state.fill_(STORED)
-        program().current.stored.append(self)
+        me.stored.append(self)
+        me.parts()
+
+    def meets(self, other: Shared) -> bool:
+        """Whether some element may be in both."""
+        first, last = self.data.data_ptr(), other.data.data_ptr()
+        return first < last + other.span and last < first + self.span
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first element to the last."""
+        steps = zip(self.data.shape, self.data.stride(), strict=True)
+        return (1 + sum((n - 1) * step for n, step in steps)) * self.data.element_size()
 
     def seen_by_hardware(self) -> Tensor:
         assert bool((self.state == READY).all()), "read by hardware without a copy, or a fence and a barrier, before"
@@ -359,6 +386,7 @@ def warpgroup_mma_wait(outstanding: int, deps: Sequence[Product]) -> Any:
     products = program().current.products
     while len(products) > outstanding:
         products.pop(0).finish()
+        program().current.parts()
     assert all(x.result is not None for x in deps), "used before it was waited for"
     return deps[0].result if len(deps) == 1 else tuple(x.result for x in deps)
 
@@ -372,6 +400,7 @@ def thread_barrier() -> None:
     me = program().current
     for x in me.stored:
         x.state[x.state == FENCED] = READY
+    me.read, me.is_together = [], True
     me.stored = [x for x in me.stored if bool((x.state == STORED).any())]
     program().pause()
 
@@ -386,11 +415,13 @@ def wait(bar: Shared, phase: int) -> None:
 
 
 def expect(bar: Shared, nbytes: int) -> None:
+    assert program().current.is_together, "one thread arrives, and others may not be so far"
     bar.barrier.bytes += nbytes
     bar.barrier.arrive()
 
 
 def arrive(bar: Shared, count: int = 1) -> None:
+    assert program().current.is_together, "one thread arrives, and others may not be so far"
     bar.barrier.arrive(count)
     program().pause()
 
@@ -412,6 +443,9 @@ def copy_out(into: Descriptor, at: Sequence[Any], source: Shared) -> None:
 
 
 def store_wait(pendings: int) -> None:
-    copies = program().current.copies
-    while len(copies) > pendings:
-        copies.pop(0).finish()
+    me = program().current
+    while len(me.copies) > pendings:
+        me.copies[0].finish()
+        copy = me.copies.pop(0)
+        if me.warps > 1:
+            me.read.append(copy)

@@ -290,6 +290,7 @@ def announced(found: Backward, monkeypatch: pytest.MonkeyPatch) -> list[tuple[in
         seen.append((emulated_hardware.program().number, row, last, chunk, i_h))
         wait, arrive = gradient.mbarrier.wait, gradient.mbarrier.arrive
         wait(S_ready.index(0), phase_S)
+        gradient.gl.thread_barrier()
         arrive(S_free.index(0), count=1)
         arrive(free.index(stage), count=1)
 
@@ -350,6 +351,11 @@ FAULTS = {
     "no fence": ("walks", "fence_async_shared()\n        gl.thread_barrier()", "gl.thread_barrier()"),
     "no barrier": ("walks", "fence_async_shared()\n        gl.thread_barrier()", "fence_async_shared()"),
     "a buffer is filled before it is out": ("walks", "tma.store_wait(2)", "pass"),
+    "a stage is free when one thread has read it": (
+        "walks",
+        "        gl.thread_barrier()\n        mbarrier.arrive",
+        "        mbarrier.arrive",
+    ),
     "bytes": ("walks", "mbarrier.expect(bar, ALWAYS + d_tile", "mbarrier.expect(bar, ALWAYS + 0 * d_tile"),
     "a product is used too early": ("walks", "X = warpgroup_mma_wait(1, deps=(X,))", "X = warpgroup_mma_wait(2, (X,))"),
     "no mask of v": ("walks", "v = gl.where(first + o_token < length, v, 0.0)", "pass"),
