@@ -98,6 +98,28 @@ def test_without_a_gradient_of_the_final_states() -> None:
     assert all(x <= half_tolerance(case())[name] for name, x in got.items() if name not in ("A_log", "dt_bias")), got
 
 
+def test_rows_of_zeros() -> None:
+    """Keys and queries without a direction, one key again and again, and a chunk whose output nobody used."""
+    some = case(T=100, V=128)
+    call = some.build()
+    q, k = call["q"].clone(), call["k"].clone()
+    k[:, 40:60] = k[:, 40:41]
+    q[:, 3::7], k[:, ::5] = 0, 0
+    call = call | {"q": q, "k": k}
+    do, dS = in_half(call)
+    do[:, 64:96] = 0
+    got, want = backward(call).gradients(do, dS), expected(call, do.double(), dS)
+    # Gradients of rows of zeros are a thousand times those of others: each kind by itself.
+    for name, x in (("q", q), ("k", k)):
+        at = x.count_nonzero(-1) == 0
+        for rows in (at, ~at):
+            wrong = (got[name][rows].double() - want[name][rows]).norm() / want[name][rows].norm()
+            assert wrong <= half_tolerance(some)[name], f"d{name}: RMSE ratio {wrong}"
+    rest = ("v", "g", "beta", "initial_state")
+    wrong_rest = errors({name: got[name] for name in rest}, {name: want[name] for name in rest})
+    assert all(x <= half_tolerance(some)[name] for name, x in wrong_rest.items()), f"RMSE ratios {wrong_rest}"
+
+
 def hard_rows(found: Backward) -> Tensor:
     """``[B, T, HV]``: rows in chunks that one anchor does not serve."""
     assert found.prepared["hard"] is not None
