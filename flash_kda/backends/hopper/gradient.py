@@ -236,7 +236,7 @@ def _chunk(
     bias = gl.expand_dims(bias, 1)
     raw = _tile(s_g)
     if last < C - 1:
-        # The rows past the end are another sequence's.
+        # A NaN in another sequence's rows would reach all tokens through the sums.
         raw = gl.where(valid, raw, 0.0)
     g2 = log2_decay(raw, a, bias, lower_bound, valid, GATE)
     early, late = _halves(g2)
@@ -301,6 +301,7 @@ def _chunk(
     dK_end *= to_end
     dG = dQ_plus * q - minus_dK_plus * k
     of_end = dK_end * k
+    # Columns count to the end of the chunk, so in the sums of the tokens after them: in all, but for those until them.
     after = gl.sum(of_end, 1) + S_dS * exp2(early + late)
     dG -= of_end
     dk = dK_end - minus_dK_plus
@@ -310,6 +311,8 @@ def _chunk(
     pairs = dq_row * to_float(q_row) + dk_row * to_float(k_row) - dk_column * to_float(k_column)
     dG += pairs * unit
     high, low = pair(dG)
+    # What the pair loses of a column is none of the tokens until it.
+    after += gl.sum(dG - to_float(high) - to_float(low), 1)
     dg = warpgroup_mma(_left(high), s_sums.index(1), zero, use_acc=False, is_async=True)
     dg = warpgroup_mma(_left(low), s_sums.index(1), dg, is_async=True)
     # The unit last: beside it, a strong decay of a small gradient would be zero.
