@@ -85,10 +85,11 @@ def test_gradients(case: Case, device: Any) -> None:
         assert not (found.prepared["hard"] == 1).any(), "for another test"
     clean = case.build()
     got = half_errors(clean, lambda _, do, dS: found.gradients(do, dS))
+    allowed = half_tolerance(case)
     if case.strength == "saturated":
-        # Almost nothing, and of what cancels: the Triton backend's miss the tolerance too.
-        del got["A_log"], got["dt_bias"]
-    assert all(x <= half_tolerance(case)[name] for name, x in got.items()), f"RMSE ratios {got}"
+        # Almost nothing, and of what cancels: 1.3e-2, and 1.2e-2 by the Triton backend.
+        allowed = allowed | {"A_log": 2e-2, "dt_bias": 2e-2}
+    assert all(x <= allowed[name] for name, x in got.items()), f"RMSE ratios {got}"
 
 
 def test_without_a_gradient_of_the_final_states() -> None:
