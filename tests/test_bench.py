@@ -524,7 +524,7 @@ def test_first_calls(
     result = invoke(*common, "--first-call")
     assert result.exit_code == 0, result.output
     meta, rows = report.read(out)
-    assert meta["command"].endswith("--no-peers --first-call")
+    assert meta["command"].endswith("--no-peers --first-call --append")
     assert rows[0] == other
     assert (rows[1]["first_call_s"], rows[1]["first_call_cached_s"]) == (9.0, 2.0)
     assert "first call 9.0 s, again 2.0 s" in result.output
@@ -580,6 +580,17 @@ def test_merging_replaces_what_was_measured_again(tmp_path: Path) -> None:
     assert merged == [*ROWS[1:], new]
     with pytest.raises(ValueError, match="driver 1 there, 2 now"):
         report.merge(path, {**GPU_META, "driver": "2"}, [new])
+
+
+def test_a_file_tells_every_command_that_made_it(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    meta = {**GPU_META, "command": "b"}
+    assert report.continued(path, meta) == meta
+    report.write(path, {**GPU_META, "command": "a"}, ROWS)
+    for _ in range(2):
+        after = report.continued(path, meta)
+        assert after == {**GPU_META, "command": "a && b --append"}
+        report.write(path, after, ROWS)
 
 
 def test_slugs() -> None:

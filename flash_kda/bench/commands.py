@@ -202,6 +202,7 @@ def _keeper(path: Path, meta: report.Meta, append: bool) -> report.Keep:
     try:
         if append:
             report.merge(path, meta, [])
+            meta = report.continued(path, meta)
         path.parent.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         raise Refused(f"--out {path}: {error}") from error

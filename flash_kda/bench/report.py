@@ -28,6 +28,8 @@ Keep: TypeAlias = Callable[[list[Row]], None]
 # What makes two rows results of the same thing, and two runs comparable.
 KEY = ("op", "case", "gates", "setting", "layout", "dtype", "tokens", "impl", "backend", "work")
 SAME_MACHINE = ("gpu", "driver", "torch", "triton", "cuda")
+# Between the commands that made a file.
+JOINT = " && "
 # Aims of the rows of scale: bytes of workspace per token and head (or a constant), and the time of the skewed batch as
 # a multiple of the longer of its parts'.
 MOST_WORKSPACE, MOST_SKEW = 200, 1.15
@@ -100,6 +102,14 @@ def merge(path: Path, meta: Meta, rows: Sequence[Row]) -> list[Row]:
         raise ValueError(f"{path}: its rows are not comparable: {'; '.join(different)}")
     replaced = {tuple(row.get(k) for k in KEY) for row in rows}
     return [row for row in old if tuple(row.get(k) for k in KEY) not in replaced] + list(rows)
+
+
+def continued(path: Path, meta: Meta) -> Meta:
+    """``meta`` of a measurement that keeps a file's other rows: made with the file's commands and this one."""
+    if not path.exists():
+        return meta
+    commands, own = read(path)[0]["command"].split(JOINT), f"{meta['command']} --append"
+    return {**meta, "command": JOINT.join([*(x for x in commands if x != own), own])}
 
 
 def time_of(row: Row) -> float | None:
