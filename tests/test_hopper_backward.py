@@ -168,6 +168,13 @@ def test_a_known_form_is_launched_directly(jitted: dict[str, Jitted]) -> None:
     assert {call[name].data_ptr() for name in "qkg"} <= {x[-1] for x in passed}
 
 
+@pytest.mark.parametrize(("scale", "own"), [(0.0, False), (-1e-35, False), (1e-20, True), (-1.0, True)])
+def test_the_scale_chooses_the_kernels(scale: float, own: bool, jitted: dict[str, Jitted]) -> None:
+    """What the kernel would divide by is not zero."""
+    ran = launched(jitted, PLAIN.but(scale=scale).build())
+    assert ran == (list(KERNELS) if own else ["prepare", "portable walks", "portable chunk_gradient"])
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "do"])
 def test_alignment_chooses_the_kernels(name: str, jitted: dict[str, Jitted]) -> None:
     """What hardware copies must start at a multiple of 16 bytes; of v and of do the walks alone are told."""

@@ -13,9 +13,12 @@ from flash_kda.backends.hopper.walks import walks
 from flash_kda.backends.triton import backward as portable
 from flash_kda.backends.triton.backward import CHUNKS, WALKS, Found, Half
 from flash_kda.backends.triton.config import Config, Device, configure
-from flash_kda.backends.triton.forward import Written, device_facts, slots
+from flash_kda.backends.triton.forward import Written, device_facts, scale_of, slots
 from flash_kda.backends.triton.launch import Launch, Matrix, Plan
 from flash_kda.types import Inputs, Signature
+
+# The gradients of chunks divide by it.
+LEAST_SCALE = 2.0**-100
 
 
 def describe(call: Signature, config: Config, device: Device, of_dS: Written | None) -> tuple[Half, Half]:
@@ -64,6 +67,8 @@ def describe(call: Signature, config: Config, device: Device, of_dS: Written | N
 @lru_cache(maxsize=1024)
 def plan(call: Signature, of_dS: Written | None) -> tuple[Plan, Plan]:
     """See ``portable.plan``."""
+    if abs(scale_of(call)) < LEAST_SCALE:
+        return portable.plan(call, of_dS)
     device = device_facts(call.device.index)
     first, second = describe(call, configure(call.problem, device), device, of_dS)
     return (
