@@ -46,6 +46,8 @@ from flash_kda.types import LowerBoundGate, SoftplusGate
 SHAPE = ByteLMConfig(hidden_size=512, num_layers=6, num_heads=4, head_dim=128, mlp_size=1280)
 # 65 million bytes, about six times the training text.
 CONFIG = TrainConfig(steps=1000, batch=32, length=2048, lr=2e-3, warmup=100)
+# What rows and results files are called, by the command that makes them.
+OPS = {"train": "train-lm", "curve": "train-lm-curve", "speed": "train-lm-speed"}
 # Steps between two waits for the device, which are for a line of progress.
 GROUP = 20
 # Held-out excerpts that are judged on the way.
@@ -288,7 +290,7 @@ def train(run: Run, corpus: data.Corpus, checkpoint: Path, every: int) -> list[R
     return [
         row_of(
             run,
-            "train-lm",
+            OPS["train"],
             bits_per_byte=bits,
             baselines=baselines,
             train_bytes=len(corpus.train),
@@ -300,21 +302,28 @@ def train(run: Run, corpus: data.Corpus, checkpoint: Path, every: int) -> list[R
     ]
 
 
-def curve(shape: ByteLMConfig, config: TrainConfig, text: bytes, device: str, steps: int) -> list[Row]:
+def curve(
+    shape: ByteLMConfig, config: TrainConfig, text: bytes, device: str, steps: int, keep: report.Keep, before: list[Row]
+) -> list[Row]:
     """The first steps of one training with the reference in float32, and with this library in two precisions.
 
     Differences are between bits per byte of the same step.
+
+    Args:
+        keep: is told all rows after each training. before: rows whose reference, if it is that of the same training,
+            need not train again.
     """
-    rows: list[Row] = []
+    same = {"impl": "reference", "steps": steps, "batch": config.batch, "length": config.length, "seed": config.seed}
+    rows = [row for row in before if all(row.get(key) == value for key, value in same.items())]
     for impl, autocast, change in (
         ("reference", False, use_reference),
         ("flash_kda", True, unchanged),
         ("flash_kda", False, unchanged),
-    ):
+    )[len(rows) :]:
         run = Run(shape, config, text, device, autocast, change)
         run.advance(steps)
         backend = run.backend or f"chunks of {CHUNK} tokens"
-        row = row_of(run, "train-lm-curve", impl=impl, backend=backend, seconds=run.seconds, losses=run.losses)
+        row = row_of(run, OPS["curve"], impl=impl, backend=backend, seconds=run.seconds, losses=run.losses)
         line = (
             f"{impl}, {row['dtype']}: {run.steps} steps in {run.seconds:.1f} s, last {run.losses[-1]:.4f} bits per byte"
         )
@@ -324,10 +333,13 @@ def curve(shape: ByteLMConfig, config: TrainConfig, text: bytes, device: str, st
             line += f", apart at most {max(apart):.4f}, {row['mean_difference']:.4f} in the mean"
         print(line, flush=True)
         rows.append(row)
+        keep(rows)
     return rows
 
 
-def speed(shape: ByteLMConfig, config: TrainConfig, text: bytes, device: str, steps: int) -> list[Row]:
+def speed(
+    shape: ByteLMConfig, config: TrainConfig, text: bytes, device: str, steps: int, keep: report.Keep
+) -> list[Row]:
     """Tokens per second of whole training steps, after as many that are not timed; nothing is saved or judged."""
     rows: list[Row] = []
     ours: list[float] = []
@@ -356,7 +368,7 @@ def speed(shape: ByteLMConfig, config: TrainConfig, text: bytes, device: str, st
         ours = ours or run.losses
         row = row_of(
             run,
-            "train-lm-speed",
+            OPS["speed"],
             impl=impl,
             tokens_per_s=steps * config.batch * config.length / (run.seconds - before),
             peak_mb=torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else None,
@@ -365,6 +377,7 @@ def speed(shape: ByteLMConfig, config: TrainConfig, text: bytes, device: str, st
         apart = f"losses at most {row['max_difference']:.4f} bits from ours"
         print(f"{impl}: {row['tokens_per_s']:,.0f} tokens/s, {apart}", flush=True)
         rows.append(row)
+        keep(rows)
     return rows
 
 
@@ -453,6 +466,7 @@ def arguments() -> argparse.ArgumentParser:
     command = commands.add_parser("curve", parents=[shared], help="compare the first steps with the float32 reference")
     sizes(command, 8, 512)
     command.add_argument("--steps", type=int, default=200, help="to compare (200)")
+    command.add_argument("--resume", action="store_true", help="take the reference's losses from the file in --out")
 
     command = commands.add_parser("speed", parents=[shared], help="measure tokens per second, beside FLA's layer")
     sizes(command, CONFIG.batch, CONFIG.length)
@@ -477,6 +491,14 @@ def main() -> None:
         parser.error(str(found))
     corpus = data.load()
     options.out.mkdir(parents=True, exist_ok=True)
+    meta = report.describe(shlex.join(["python", "examples/train_lm.py", *sys.argv[1:]]), device)
+    where = report.gpu_slug(meta["gpu"]) if device == "cuda" else "cpu"
+    path = options.out / f"{OPS[options.command]}-{where}.json"
+
+    def keep(rows: list[Row]) -> None:
+        # Each Python has a standard library of its own.
+        report.write(path, meta | {"python": platform.python_version()}, rows)
+
     if options.command == "train":
         if options.minutes is None:
             config = replace(config, steps=options.steps)
@@ -490,13 +512,12 @@ def main() -> None:
             except (OSError, ValueError) as error:
                 parser.error(f"--resume: {error}")
         rows = train(run, corpus, checkpoint, options.save_every)
+        keep(rows)
+    elif options.command == "curve":
+        before = report.read(path)[1] if options.resume and path.exists() else []
+        curve(shape, config, corpus.train, device, options.steps, keep, before)
     else:
-        rows = (curve if options.command == "curve" else speed)(shape, config, corpus.train, device, options.steps)
-    meta = report.describe(shlex.join(["python", "examples/train_lm.py", *sys.argv[1:]]), device)
-    where = report.gpu_slug(meta["gpu"]) if device == "cuda" else "cpu"
-    path = options.out / f"{rows[0]['op']}-{where}.json"
-    # Each Python has a standard library of its own.
-    report.write(path, meta | {"python": platform.python_version()}, rows)
+        speed(shape, config, corpus.train, device, options.steps, keep)
     print(f"Results: {path}")
 
 

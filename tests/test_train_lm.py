@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -331,6 +332,27 @@ def test_curve_command(target: Target, tmp_path: Path, monkeypatch: pytest.Monke
         assert row["mean_difference"] == pytest.approx(sum(apart) / 5)
         assert max(apart) < limit
     assert len(set(reference["losses"])) == 5
+
+
+@pytest.mark.usefixtures("small")
+def test_a_curve_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference trains once, unless another training is asked for."""
+    command = ["curve", *options(Target("cpu"), tmp_path), "--steps", "3", "--batch", "1"]
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(train_lm, "unchanged", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            invoke(monkeypatch, *command, "--seq", "40")
+    _, (reference,) = results_of(tmp_path, "train-lm-curve")
+    used = mock.Mock(wraps=train_lm.use_reference)
+    monkeypatch.setattr(train_lm, "use_reference", used)
+    invoke(monkeypatch, *command, "--seq", "40", "--resume")
+    _, rows = results_of(tmp_path, "train-lm-curve")
+    assert not used.called
+    assert rows[0] == reference
+    assert len(rows) == 3
+    assert all(row["max_difference"] < 3e-2 for row in rows[1:])
+    invoke(monkeypatch, *command, "--seq", "50", "--resume")
+    assert used.call_count == 1
 
 
 class Peer(nn.Module):
