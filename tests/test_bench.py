@@ -577,7 +577,7 @@ def test_merging_replaces_what_was_measured_again(tmp_path: Path) -> None:
     report.write(path, GPU_META, ROWS)
     new = prefill_row(ms=0.4)
     merged = report.merge(path, {**GPU_META, "date": "later", "command": "other"}, [new])
-    assert merged == [*ROWS[1:], new]
+    assert merged == [new, *ROWS[1:]]
     with pytest.raises(ValueError, match="driver 1 there, 2 now"):
         report.merge(path, {**GPU_META, "driver": "2"}, [new])
 
@@ -679,6 +679,18 @@ def test_pictures(rows: list[report.Row]) -> None:
     assert data.startswith(PNG)
     assert data == plots.picture(GPU_META, rows)
     assert data != plots.picture(GPU_META, rows[:1])
+
+
+@pytest.mark.parametrize(
+    ("op", "title"), [("prefill", "Prefill"), ("train", "Forward and backward"), ("decode", "Decode")]
+)
+def test_a_picture_says_what_was_timed(op: str, title: str) -> None:
+    """FlashKDA's figures are of its forward: beside nothing else, though cases have the same names."""
+    figure = plots.times_figure(GPU_META, [prefill_row(op=op, case="1x8192-h64")])
+    heading = figure.get_suptitle()
+    assert heading.startswith(title)
+    labels = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    assert any("FlashKDA" in text for text in labels) == (op == "prefill")
 
 
 def test_colours_tell_implementations_apart() -> None:

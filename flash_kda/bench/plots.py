@@ -38,13 +38,16 @@ def _dress(ax: Axes, title: str, x: str) -> None:
         spine.set_color(GRID)
 
 
-def prefill_figure(meta: Meta, rows: Sequence[Row]) -> Figure:
+TITLES = {"prefill": "Prefill forward", "decode": "Decode", "train": "Forward and backward"}
+
+
+def times_figure(meta: Meta, rows: Sequence[Row]) -> Figure:
     """Milliseconds of every case on a logarithmic axis, a panel for each kind of gates, the floor as a tick."""
     cases = list(dict.fromkeys(str(row["case"]) for row in rows))
     gates = list(dict.fromkeys(str(row["gates"]) for row in rows))
     figure = Figure(figsize=(2.4 + 4.4 * len(gates), 2.2 + 0.34 * len(cases)), layout="constrained")
-    what = "Decode" if operation(rows) == "decode" else "Prefill forward"
-    figure.suptitle(f"{what}, {meta['gpu']}, {meta['date']}", x=0.01, ha="left", color=INK, fontsize=13)
+    op = operation(rows)
+    figure.suptitle(f"{TITLES[op]}, {meta['gpu']}, {meta['date']}", x=0.01, ha="left", color=INK, fontsize=13)
     axes = figure.subplots(1, len(gates), sharex=True, sharey=True, squeeze=False)[0]
     palette = colours(rows)
     for ax, kind in zip(axes, gates, strict=True):
@@ -56,7 +59,7 @@ def prefill_figure(meta: Meta, rows: Sequence[Row]) -> Figure:
             style = "o" if name.startswith("flash_kda") else "s"
             ax.plot(*zip(*points, strict=True), style, color=colour, markersize=6.5, label=name) if points else None
         known = [(ms, i) for i, case in enumerate(cases) if (ms := published.prefill_ms(case, kind)) is not None]
-        if known:
+        if known and op == "prefill":
             ax.plot(*zip(*known, strict=True), "D", color=MUTED, fillstyle="none", markersize=6, label=published.SOURCE)
         ax.set_xscale("log")
         _dress(ax, f"{kind} gates", "ms, cold L2")
@@ -165,7 +168,7 @@ FIGURES = {"accuracy": accuracy_figure, "scale": scale_figure}
 
 def picture(meta: Meta, rows: Sequence[Row]) -> bytes:
     """The picture of a results file, as a PNG file."""
-    figure = FIGURES.get(operation(rows), prefill_figure)(meta, rows)
+    figure = FIGURES.get(operation(rows), times_figure)(meta, rows)
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=110, facecolor=PAPER)
     return out.getvalue()

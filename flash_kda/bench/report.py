@@ -100,8 +100,8 @@ def merge(path: Path, meta: Meta, rows: Sequence[Row]) -> list[Row]:
     before, old = read(path)
     if different := [f"{k} {before.get(k)} there, {meta[k]} now" for k in SAME_MACHINE if before.get(k) != meta[k]]:
         raise ValueError(f"{path}: its rows are not comparable: {'; '.join(different)}")
-    replaced = {tuple(row.get(k) for k in KEY) for row in rows}
-    return [row for row in old if tuple(row.get(k) for k in KEY) not in replaced] + list(rows)
+    new = {tuple(row.get(k) for k in KEY): row for row in rows}
+    return [new.pop(tuple(row.get(k) for k in KEY), row) for row in old] + list(new.values())
 
 
 def continued(path: Path, meta: Meta) -> Meta:
