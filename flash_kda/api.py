@@ -74,7 +74,14 @@ def kda(
     if torch.compiler.is_compiling():
         return ops.traced(*_arguments(tensors, gate, (*options, backend)))
     return forms.run(
-        ("kda",), tensors, gate, options, backend, lambda: check(*_arguments(tensors, gate, options)), _launch
+        ("kda",),
+        tensors,
+        gate,
+        options,
+        backend,
+        lambda: check(*_arguments(tensors, gate, options)),
+        _launch,
+        differentiable=True,
     )
 
 
@@ -86,4 +93,4 @@ def _arguments(tensors: ForwardTensors, gate: Gate, options: tuple[Any, ...]) ->
 
 
 def _launch(module: dispatch.Backend, inputs: Inputs) -> tuple[tuple[Tensor, Maybe], Runner | None]:
-    return module.run(inputs), None if inputs.problem.grad else module.runner(inputs)
+    return module.run(inputs), module.runner(inputs)

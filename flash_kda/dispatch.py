@@ -40,7 +40,7 @@ class Backend(Protocol):
         """
 
     def runner(self, inputs: Inputs) -> Runner | None:
-        """``run`` as a function of a call's tensors, for later calls of this one's form that want no gradient.
+        """``run`` as a function of a call's tensors, for later calls of this one's form.
 
         None if that spares no host work, or if values must be checked in every call.
         """

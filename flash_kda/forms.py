@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 class Form:
-    """Calls that want no gradient and differ in nothing that the checks look at but the values of tensors.
+    """Calls that differ in nothing that the checks look at but the values of tensors, and all want gradients or none.
 
     Attributes:
         known: the backend's name and how such calls are run, a function of the call's tensors, A_log and dt_bias; once
@@ -41,6 +41,7 @@ def run(
     backend: str,
     check: Callable[[], Any],
     launch: Callable[[dispatch.Backend, Any], tuple[R, Callable[[Any, Tensor | None, Tensor | None], R] | None]],
+    differentiable: bool = False,
 ) -> R:
     """Run a call: with its checks, or as one of its form was run before.
 
@@ -48,15 +49,18 @@ def run(
         kind: tells the function, and what else neither tensors nor options tell.
         check: the checked call, with a ``problem``.
         launch: runs a checked call on a backend; its result, and the call as a function of its tensors or None.
+        differentiable: whether that function of a call that wants gradients gives them; otherwise such calls are
+            checked every time.
     """
     A_log, dt_bias = getattr(gate, "A_log", None), getattr(gate, "dt_bias", None)
     found: Form | None = None
     given = (*tensors, A_log, dt_bias)
     try:
-        if not (torch.is_grad_enabled() and True in [x is not None and x.requires_grad for x in given]):
+        wanted = torch.is_grad_enabled() and True in [x is not None and x.requires_grad for x in given]
+        if differentiable or not wanted:
             # Where a tensor is contiguous its shape says all that its strides do.
             found = form(
-                *kind,
+                *(*kind, wanted),
                 *[x if x is None else (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.device) for x in given],
                 *(type(gate), getattr(gate, "lower_bound", None), *options, backend),
             )

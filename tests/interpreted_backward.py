@@ -182,6 +182,37 @@ def on_the_tape() -> None:
         assert_same_bits(got, torch.full_like(S, 0.5), "dinitial_state without tokens")
 
 
+def known_form(case: Case) -> None:
+    """The second call of a form, of other tensors, and a third: not checked again, the bits of checked ones."""
+    import flash_kda
+    from flash_kda import api
+    from flash_kda.backends import triton as backend
+    from flash_kda.backends.triton import autograd, backward, forward
+
+    facts = {"device_facts": lambda index: H200}
+    here = mock.patch.multiple(torch.cuda, current_device=lambda: None, device=lambda _: nullcontext())
+    with (
+        here,
+        mock.patch.multiple(forward, **facts),
+        mock.patch.multiple(backward, **facts),
+        mock.patch.object(backend, "supports", return_value=None),
+        mock.patch.object(api, "check", wraps=api.check) as checked,
+    ):
+        for seed in (0, 1, 0):
+            call = case.but(seed=seed).build()
+            do, dS = seeds(call)
+            taped, found = leaves(call)
+            seen = []
+            for o, S in (flash_kda.kda(**taped, backend="triton"), autograd.run_with_grad(inputs_of(taped))):
+                assert S is not None
+                grads = torch.autograd.grad([o, S], list(found.values()), [do, dS.to(S.dtype)])
+                seen.append((o.detach(), S.detach(), *grads))
+            for name, a, b in zip(("o", "S", *found), *seen, strict=True):
+                assert a.shape == b.shape
+                assert_same_bits(a, b, name)
+    assert checked.call_count == 1, "checked again"
+
+
 def hard_chunks(case: Case, hard: str, programs: int) -> None:
     """So many programs for all hard chunks: right, and the bits of a program for each block of a chunk."""
     from flash_kda.backends.triton import chunk_gradient
@@ -321,6 +352,8 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"half {case}": partial(half, case) for case in _HALF},
     "strided": strided,
     "output alone": output_alone,
+    "known form": partial(known_form, Case(T=40, HV=4, dt_bias="flat")),
+    "known form, packed": partial(known_form, Case(lengths=(33, 0, 5), tail=2, gate="log", layout="kv")),
     "in parts, batch": partial(in_parts, Case(B=3, T=20, H=1, HV=2, gate="softplus"), 3),
     "in parts, batch and heads": partial(in_parts, Case(B=2, T=40, H=2, HV=4, dt_bias="flat", layout="kv"), 4),
     "in parts, heads": partial(in_parts, Case(lengths=(30, 0, 17), tail=3, H=5, gate="log"), 5),

@@ -40,7 +40,7 @@ class Remembering:
 def assert_gradients_are_seen(
     remembering: Remembering, function: Callable[..., Any], build: Callable[[], Call], wanting: Call
 ) -> None:
-    """With gradients enabled a form is remembered as well, but a call that wants one is checked, and not remembered."""
+    """Of a function without gradients: a call that wants one is checked every time, others of its form are not."""
     for _ in range(2):
         function(**build(), backend="cpu")
     assert len(remembering.checked) == len(remembering.direct) == 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import Call, Case, variants
 from conftest import forget
-from remembering import Remembering, assert_gradients_are_seen
+from remembering import Remembering
 from test_compat import as_fwd
 from test_launch import widened
 from torch import Tensor
@@ -122,14 +122,22 @@ def test_a_gradient_is_seen_in_a_known_form(name: str, remembering: Remembering)
         call[name].requires_grad_()
     else:
         call["gate"] = replace(call["gate"], **{name: getattr(call["gate"], name).requires_grad_()})
-    assert_gradients_are_seen(remembering, flash_kda.kda, BASE.build, call)
+    for _ in range(2):
+        flash_kda.kda(**BASE.build(), backend="cpu")
+    for direct in (1, 2, 3):
+        flash_kda.kda(**call, backend="cpu")
+        assert (len(remembering.checked), len(remembering.direct)) == (2, direct)
+    assert remembering.checked[1].problem.grad
+    with torch.no_grad():
+        flash_kda.kda(**call, backend="cpu")
+    assert (len(remembering.checked), len(remembering.direct)) == (2, 4)
 
 
-def test_a_gradient_is_not_remembered(remembering: Remembering) -> None:
-    """Nor does a form that was first seen with gradients stay without a runner."""
+def test_a_form_that_no_backend_remembers_with_gradients(remembering: Remembering) -> None:
+    """It is checked every time, and the same without gradients is not."""
     taped = BASE.build()
     taped["q"].requires_grad_()
-    with mock.patch.object(remembering, "runner", side_effect=AssertionError("made a runner")):
+    with mock.patch.object(remembering, "runner", return_value=None):
         for _ in range(2):
             flash_kda.kda(**taped, backend="cpu")
     for _ in range(2):

@@ -63,7 +63,12 @@ def runner(inputs: Inputs) -> Runner | None:
     """:func:`run` with all but a call's tensors worked out; where these start still chooses the kernels."""
     from flash_kda.backends.hopper.forward import runner
 
-    return runner(inputs)
+    plain = runner(inputs)
+    if plain is None or not inputs.problem.grad:
+        return plain
+    from flash_kda.backends.triton.autograd import runner_with_grad
+
+    return runner_with_grad(inputs, "hopper", plain, _backward())
 
 
 @cache

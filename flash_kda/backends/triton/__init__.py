@@ -57,7 +57,12 @@ def runner(inputs: Inputs) -> Runner | None:
     """:func:`run` with all but a call's tensors worked out, where a call is one plan of launches."""
     from flash_kda.backends.triton.forward import runner
 
-    return runner(inputs)
+    plain = runner(inputs)
+    if plain is None or not inputs.problem.grad:
+        return plain
+    from flash_kda.backends.triton.autograd import runner_with_grad
+
+    return runner_with_grad(inputs, "triton", plain)
 
 
 @cache

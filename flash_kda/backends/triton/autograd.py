@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from flash_kda.backends.once import first_derivatives
 from flash_kda.backends.triton.backward import Found
 from flash_kda.backends.triton.backward import backward as triton_backward
 from flash_kda.backends.triton.forward import forward as triton_forward
-from flash_kda.types import Inputs, gate_parameters, with_parameters
+from flash_kda.types import ForwardTensors, Inputs, Maybe, Runner, gate_parameters, with_parameters
 
 # Output and final states of a checked call, into the tensors given.
 Forward: TypeAlias = Callable[[Inputs, Tensor | None, Tensor | None], tuple[Tensor, Tensor | None]]
@@ -20,28 +20,34 @@ Forward: TypeAlias = Callable[[Inputs, Tensor | None, Tensor | None], tuple[Tens
 Backward: TypeAlias = Callable[[Inputs, Tensor | None, Tensor | None], Found]
 
 
+# In the order of :class:`TapedKDA`: q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens.
+Taped: TypeAlias = tuple[Tensor | None, ...]
+
+
 class TapedKDA(torch.autograd.Function):
-    """Arguments: the backend's name, its forward and its backward, the call without its tensors, then q, k, v, g, beta,
-    A_log, dt_bias, initial_state, cu_seqlens.
-    """
+    """Arguments: the backend's name, forward and backward as functions of the tensors, and these."""
 
     @staticmethod
     def forward(
-        ctx: Any, backend: str, forward: Forward, backward: Backward, call: Inputs, *tensors: Tensor | None
+        ctx: Any,
+        backend: str,
+        forward: Callable[[Taped], tuple[Tensor, Tensor | None]],
+        backward: Callable[[Taped, Tensor | None, Tensor | None], Found],
+        *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.backend, ctx.found, ctx.call = backend, backward, call
+        ctx.backend, ctx.found = backend, backward
         ctx.save_for_backward(*tensors)
-        return forward(with_tensors(call, tensors), None, None)
+        return forward(tensors)
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dS: Tensor | None) -> tuple[Tensor | None, ...]:
-        tensors: tuple[Tensor | None, ...] = ctx.saved_tensors
+        tensors: Taped = ctx.saved_tensors
         with torch.no_grad():
-            grads = ctx.found(with_tensors(ctx.call, tensors), do, dS)
-        wanted = ctx.needs_input_grad[4:]
+            grads = ctx.found(tensors, do, dS)
+        wanted = ctx.needs_input_grad[3:]
         grads = tuple(d if want else None for d, want in zip(grads, wanted, strict=False))
-        return None, None, None, None, *first_derivatives(ctx.backend, grads, (*tensors[:-1], do, dS)), None
+        return None, None, None, *first_derivatives(ctx.backend, grads, (*tensors[:-1], do, dS)), None
 
 
 def without_tensors(inputs: Inputs) -> Inputs:
@@ -50,7 +56,7 @@ def without_tensors(inputs: Inputs) -> Inputs:
     return inputs.replace(gate=with_parameters(inputs.gate, None, None), **nothing)
 
 
-def with_tensors(call: Inputs, tensors: tuple[Tensor | None, ...]) -> Inputs:
+def with_tensors(call: Inputs, tensors: Taped) -> Inputs:
     """The call with tensors in the order of :class:`TapedKDA`."""
     q, k, v, g, beta, A_log, dt_bias, S0, cu = tensors
     gate = with_parameters(call.gate, A_log, dt_bias)
@@ -64,7 +70,42 @@ def run_with_grad(
     backward: Backward = triton_backward,
 ) -> tuple[Tensor, Tensor | None]:
     """Output and final states of a backend's forward on the tape."""
-    x = inputs
+    x, call = inputs, without_tensors(inputs)
     tensors = (x.q, x.k, x.v, x.g, x.beta, *gate_parameters(x.gate), x.initial_state, x.cu_seqlens)
-    o, S = TapedKDA.apply(backend, forward, backward, without_tensors(x), *tensors)
+    o, S = TapedKDA.apply(
+        backend,
+        lambda tensors: forward(with_tensors(call, tensors), None, None),
+        lambda tensors, do, dS: backward(with_tensors(call, tensors), do, dS),
+        *tensors,
+    )
     return o, S
+
+
+def runner_with_grad(inputs: Inputs, backend: str, plain: Runner, backward: Backward = triton_backward) -> Runner:
+    """:func:`run_with_grad` for all calls of this call's form.
+
+    Args:
+        plain: the same without gradients.
+    """
+    call, signature = without_tensors(inputs), inputs.signature
+    bias = gate_parameters(inputs.gate)[1]
+    bias_shape = None if bias is None else bias.shape
+
+    def forward(tensors: Taped) -> tuple[Tensor, Tensor | None]:
+        q, k, v, g, beta, A_log, dt_bias, S0, cu = cast(Any, tensors)
+        return plain((q, k, v, g, beta, S0, cu, None, None), A_log, dt_bias)
+
+    def back(tensors: Taped, do: Tensor | None, dS: Tensor | None) -> Found:
+        given = with_tensors(call, tensors)
+        # That of the form's first call: its own differs by strides of single entries at most.
+        given.__dict__["signature"] = signature
+        return backward(given, do, dS)
+
+    def run(tensors: ForwardTensors, A_log: Maybe, dt_bias: Maybe) -> tuple[Tensor, Maybe]:
+        q, k, v, g, beta, S0, cu, _, _ = tensors
+        if dt_bias is not None and bias_shape is not None and dt_bias.shape != bias_shape:
+            dt_bias = dt_bias.view(bias_shape)
+        o, S = TapedKDA.apply(backend, forward, back, q, k, v, g, beta, A_log, dt_bias, S0, cu)
+        return o, S
+
+    return run
