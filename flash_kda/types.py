@@ -495,5 +495,5 @@ StepTensors: TypeAlias = tuple[
 Stepper: TypeAlias = Callable[[StepTensors, Maybe, Maybe], Tensor]
 # q, k, v, g, beta, initial_state, cu_seqlens, and the tensors for output and final state of a forward call.
 ForwardTensors: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Maybe, Maybe, Maybe, Maybe]
-# As Decoder, of a forward call that wants no gradient.
+# As Decoder, of a forward call.
 Runner: TypeAlias = Callable[[ForwardTensors, Maybe, Maybe], tuple[Tensor, Maybe]]

@@ -104,7 +104,7 @@ def runner_with_grad(inputs: Inputs, backend: str, plain: Runner, backward: Back
     def run(tensors: ForwardTensors, A_log: Maybe, dt_bias: Maybe) -> tuple[Tensor, Maybe]:
         q, k, v, g, beta, S0, cu, _, _ = tensors
         if dt_bias is not None and bias_shape is not None and dt_bias.shape != bias_shape:
-            dt_bias = dt_bias.view(bias_shape)
+            dt_bias = dt_bias.reshape(bias_shape)
         o, S = TapedKDA.apply(backend, forward, back, q, k, v, g, beta, A_log, dt_bias, S0, cu)
         return o, S
 
