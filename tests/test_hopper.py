@@ -554,3 +554,20 @@ def test_host_time() -> None:
     run(call)
     run(call)
     assert harness.host_us([lambda: flash_kda.kda(**call)], rounds=10, calls=20) < 120
+
+
+def test_packed_calls_take_turns_by_heads(jitted: dict[str, Jitted], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the workspace of one would be too large: views of the same rows, each turn's own heads."""
+    from flash_kda.backends.triton import forward as portable
+
+    case = PLAIN.but(lengths=(120, 0, 77), tail=3, H=3, HV=6)
+    monkeypatch.setattr(portable, "MOST_ROWS", 2 * 2 * 200)
+    call = bfloat16(case)
+    o, state = flash_kda.kda(**call)
+    assert state is not None
+    for kernel in ("prepare_warp", "walk"):
+        f = jitted[kernel]
+        assert len(f.by_triton) + len(f.direct) == 2, "one launch for two heads of q, one for the third"
+    starts = {x.data_ptr() for _, arguments, _ in jitted["walk"].by_triton for x in arguments if hasattr(x, "data_ptr")}
+    assert {o[:, :, 0].data_ptr(), o[:, :, 4].data_ptr(), state[:, 4].data_ptr()} <= starts
+    assert not jitted["recurrence"].by_triton
