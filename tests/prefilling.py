@@ -6,9 +6,10 @@ import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from cases import Call, Case, Target, changed_fields, oracle, run_on, spans_of
-from compare import assert_close, assert_rows, bits, unchanged
+from compare import assert_close, assert_rows, assert_same_bits, bits, unchanged
 from decoding import ROWS, row_call
 from torch import Tensor
 
@@ -308,3 +309,26 @@ CASES: tuple[PrefillCase, ...] = (
     PrefillCase(Case(lengths=(40,) * 9, H=1, V=32), ragged=True, seed=1),
 )
 WIDE = (PrefillCase(PACKED.but(dtype="float64", state_dtype="float64"), ragged=True, kept_dtype="float64"),)
+
+
+def assert_large_pools_are_reached(target: Target, rows: Case) -> None:
+    """The last slots of a pool of more than 2^31 elements, for one sequence of 70 tokens and two heads of 128."""
+    case = PrefillCase(rows, padding=False, checkpoints="pool", every=35)
+    call, small = case.build("cuda"), case.build("cuda")
+    slots = 2**31 // (2 * 128 * 128) + 9
+    if torch.cuda.mem_get_info()[0] < 3 * slots * 2 * 128 * 128 * 4 // 2:
+        pytest.skip("the GPU has not enough memory")
+    places = torch.tensor([slots - 3, slots - 2, 0, 0], dtype=torch.int32, device="cuda")
+    call["pool"] = torch.zeros(slots, 2, 128, 128, device="cuda")
+    call["indices"] = torch.tensor([slots - 1], dtype=torch.int32, device="cuda")
+    call["checkpoints"] = replace(call["checkpoints"], indices=places)
+    call["pool"][slots - 1] = small["pool"][int(small["indices"][0])]
+    assert_same_bits(run(target, call), run(target, small), "o")
+    for i, place in enumerate((slots - 3, slots - 2)):
+        state = small["pool"][int(small["checkpoints"].indices[i])]
+        assert_same_bits(call["pool"][place], state, f"checkpoint {i}")
+        call["pool"][place] = 0
+    assert_same_bits(call["pool"][slots - 1], small["pool"][int(small["indices"][0])], "state")
+    call["pool"][slots - 1] = 0
+    # In parts: a count of the whole takes as much memory again.
+    assert not any(bool(part.any()) for part in call["pool"].split(1024))

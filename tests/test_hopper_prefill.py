@@ -25,7 +25,7 @@ from conftest import forget
 from decoding import ROWS, row_call
 from emulated_walk import COLUMNS, K
 from jitted import Jitted
-from prefilling import PrefillCase, check, run
+from prefilling import PrefillCase, assert_large_pools_are_reached, check, run
 from test_hopper import DEVICE, Described, gluon_source_of, jitted, shifted
 from test_triton_prefill import PrefillBuild
 from torch import Tensor
@@ -403,25 +403,7 @@ def test_no_wait_no_compilation(checkpoints: str, cut: bool, monkeypatch: pytest
 
 @gpu
 def test_pools_of_more_than_two_to_the_31_elements() -> None:
-    rows = Case(lengths=(70,), tail=9, H=2, **ROWS_128)
-    case = PrefillCase(rows, padding=False, checkpoints="pool", every=35)
-    call, small = case.build("cuda"), case.build("cuda")
-    slots = 2**31 // (2 * 128 * 128) + 9
-    if torch.cuda.mem_get_info()[0] < 3 * slots * 2 * 128 * 128 * 4 // 2:
-        pytest.skip("the GPU has not enough memory")
-    places = torch.tensor([slots - 3, slots - 2, 0, 0], dtype=torch.int32, device="cuda")
-    call["pool"] = torch.zeros(slots, 2, 128, 128, device="cuda")
-    call["indices"] = torch.tensor([slots - 1], dtype=torch.int32, device="cuda")
-    call["checkpoints"] = replace(call["checkpoints"], indices=places)
-    call["pool"][slots - 1] = small["pool"][int(small["indices"][0])]
-    assert_same_bits(run(HOPPER, call), run(HOPPER, small), "o")
-    for i, place in enumerate((slots - 3, slots - 2)):
-        state = small["pool"][int(small["checkpoints"].indices[i])]
-        assert_same_bits(call["pool"][place], state, f"checkpoint {i}")
-        call["pool"][place] = 0
-    assert_same_bits(call["pool"][slots - 1], small["pool"][int(small["indices"][0])], "state")
-    call["pool"][slots - 1] = 0
-    assert not any(bool(part.any()) for part in call["pool"].split(1024))
+    assert_large_pools_are_reached(HOPPER, Case(lengths=(70,), tail=9, H=2, **ROWS_128))
 
 
 @gpu

@@ -262,28 +262,32 @@ def test_same_bits_on_a_gpu(gate: str) -> None:
     assert_same_bits(one["initial_state"], first["initial_state"][3:4], "dinitial_state alone")
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", TENSORS[:-1])
-def test_poison_stays_in_its_sequence_on_a_gpu(name: str) -> None:
-    """NaN in one sequence and past the end reaches no gradient of the other sequences, and rows past the end none."""
-    call = Case(lengths=(200, 90), tail=50, H=2, K=128, V=128, dtype="bfloat16").build("cuda")
+def assert_poison_stays(target: Target, call: Call, poisoned: Call, bad_do: Tensor | None = None) -> None:
+    """NaN in the first of two sequences, of 200 and 90 tokens, and past the end: in the call, or in ``bad_do``."""
     do = torch.ones_like(call["v"])
 
-    def gradients(call: Call) -> dict[str, Tensor]:
+    def gradients(call: Call, do: Tensor) -> dict[str, Tensor]:
         taped, found = leaves(call, TENSORS)
-        o, _ = run(GPU, taped)
+        o, _ = run(target, taped)
         return dict(zip(found, torch.autograd.grad(o, list(found.values()), do), strict=True))
 
-    clean = gradients(call)
-    x = call[name].clone()
-    x[0, 100] = math.nan
-    x[0, 290:] = math.nan
-    bad = gradients(call | {name: x})
+    clean, bad = gradients(call, do), gradients(poisoned, do if bad_do is None else bad_do)
     assert not all(bool(d.isfinite().all()) for d in bad.values()), "the poison had no effect"
     for n in TENSORS[:-1]:
         assert_same_bits(bad[n][:, 200:290], clean[n][:, 200:290], f"d{n} of the other sequence")
         assert not bad[n][:, 290:].count_nonzero(), f"d{n} of rows past the end"
     assert_same_bits(bad["initial_state"][1], clean["initial_state"][1], "dinitial_state of the other sequence")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TENSORS[:-1])
+def test_poison_stays_in_its_sequence_on_a_gpu(name: str) -> None:
+    """NaN in one sequence and past the end reaches no gradient of the other sequences, and rows past the end none."""
+    call = Case(lengths=(200, 90), tail=50, H=2, K=128, V=128, dtype="bfloat16").build("cuda")
+    x = call[name].clone()
+    x[0, 100] = math.nan
+    x[0, 290:] = math.nan
+    assert_poison_stays(GPU, call, call | {name: x})
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ from compiling import DEVICES, H200, Build, Built, Dtypes, every, meta
 from decoding import ROWS, row_call
 from interpreting import interpreted_cases
 from jitted import Jitted, assert_no_shared_launch, launch_on_the_cpu, launched_directly
-from prefilling import BATCH, CASES, PACKED, PrefillCase, check, run
+from prefilling import BATCH, CASES, PACKED, PrefillCase, assert_large_pools_are_reached, check, run
 from test_triton import ForwardBuild, assert_fetches_ahead, assert_uses_wgmma, shared_bytes
 from test_triton import budget as forward_budget
 
@@ -365,22 +365,4 @@ def test_checkpoints_inside_of_chunks(every: int) -> None:
 
 @gpu
 def test_pools_of_more_than_two_to_the_31_elements() -> None:
-    case = PrefillCase(Case(lengths=(70,), H=2, K=128, V=128), padding=False, checkpoints="pool", every=35)
-    call, small = case.build("cuda"), case.build("cuda")
-    slots = 2**31 // (2 * 128 * 128) + 9
-    if torch.cuda.mem_get_info()[0] < 3 * slots * 2 * 128 * 128 * 4 // 2:
-        pytest.skip("the GPU has not enough memory")
-    places = torch.tensor([slots - 3, slots - 2, 0, 0], dtype=torch.int32, device="cuda")
-    call["pool"] = torch.zeros(slots, 2, 128, 128, device="cuda")
-    call["indices"] = torch.tensor([slots - 1], dtype=torch.int32, device="cuda")
-    call["checkpoints"] = replace(call["checkpoints"], indices=places)
-    call["pool"][slots - 1] = small["pool"][int(small["indices"][0])]
-    assert_same_bits(run(TRITON, call), run(TRITON, small), "o")
-    for i, place in enumerate((slots - 3, slots - 2)):
-        state = small["pool"][int(small["checkpoints"].indices[i])]
-        assert_same_bits(call["pool"][place], state, f"checkpoint {i}")
-        call["pool"][place] = 0
-    assert_same_bits(call["pool"][slots - 1], small["pool"][int(small["indices"][0])], "state")
-    call["pool"][slots - 1] = 0
-    # In parts: a count of the whole takes as much memory again.
-    assert not any(bool(part.any()) for part in call["pool"].split(1024))
+    assert_large_pools_are_reached(TRITON, Case(lengths=(70,), H=2, K=128, V=128))

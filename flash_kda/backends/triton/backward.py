@@ -18,7 +18,7 @@ from torch import Tensor
 from flash_kda.backends.triton.chunk_gradient import chunk_gradient, head_gradient
 from flash_kda.backends.triton.common import HARD
 from flash_kda.backends.triton.config import Config, configure
-from flash_kda.backends.triton.forward import Written, describe, device_facts, heads_of, part_of, slots, values
+from flash_kda.backends.triton.forward import Written, describe, device_facts, part_of, slots, turns_of_heads, values
 from flash_kda.backends.triton.launch import Launch, Plan, Scratch
 from flash_kda.backends.triton.prepare import prepare
 from flash_kda.backends.triton.walks import walks
@@ -210,10 +210,8 @@ def compute_in_parts(inputs: Inputs, do: Tensor, dS: Tensor | None, planner: Pla
     count = max(1, MOST_ROWS // (p.T * group), math.ceil(device.multiprocessors / walks))
     if count >= p.H:
         return compute(inputs, do, dS, planner)
-    for first in range(0, p.H, count):
-        heads, own = slice(first, first + count), slice(first * group, (first + count) * group)
-        of_heads = None if dS is None else dS[:, own]
-        parts.append(compute(heads_of(inputs, heads, own), do[:, :, own], of_heads, planner))
+    for part, own in turns_of_heads(inputs, count):
+        parts.append(compute(part, do[:, :, own], None if dS is None else dS[:, own], planner))
     return _join(parts, 2, 0, 1)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -204,14 +204,17 @@ def part_of(inputs: Inputs, at: tuple[slice, slice], initial_state: Tensor | Non
     return inputs.replace(**rows, initial_state=initial_state)
 
 
-def heads_of(inputs: Inputs, heads: slice, own: slice) -> Inputs:
-    """The call for some of q's heads and their own value heads."""
-    S = inputs.initial_state
-    A_log, dt_bias = (None if x is None else x[own] for x in gate_parameters(inputs.gate))
-    gate = with_parameters(inputs.gate, A_log, dt_bias)
-    given = {name: getattr(inputs, name)[:, :, heads] for name in ("q", "k")}
-    given |= {name: getattr(inputs, name)[:, :, own] for name in ("v", "g", "beta")}
-    return inputs.replace(**given, gate=gate, initial_state=None if S is None else S[:, own])
+def turns_of_heads(inputs: Inputs, count: int) -> Iterator[tuple[Inputs, slice]]:
+    """The call for so many of q's heads at a time with their own value heads, and which of these they are."""
+    S, H = inputs.initial_state, inputs.q.shape[2]
+    group = inputs.v.shape[2] // H
+    for first in range(0, H, count):
+        heads, own = slice(first, first + count), slice(first * group, (first + count) * group)
+        A_log, dt_bias = (None if x is None else x[own] for x in gate_parameters(inputs.gate))
+        given = {name: getattr(inputs, name)[:, :, heads] for name in ("q", "k")}
+        given |= {name: getattr(inputs, name)[:, :, own] for name in ("v", "g", "beta")}
+        gate = with_parameters(inputs.gate, A_log, dt_bias)
+        yield inputs.replace(**given, gate=gate, initial_state=None if S is None else S[:, own]), own
 
 
 def _is_whole(p: Problem) -> bool:
@@ -229,11 +232,7 @@ def launch_in_parts(inputs: Inputs, out: Tensor, final: Tensor | None, planner: 
     if _is_whole(p):
         launch(inputs, out, final, planner)
     elif p.packed:
-        group = HV // p.H
-        count = max(1, MOST_ROWS // (p.T * group))
-        for first in range(0, p.H, count):
-            own = slice(first * group, (first + count) * group)
-            part = heads_of(inputs, slice(first, first + count), own)
+        for part, own in turns_of_heads(inputs, max(1, MOST_ROWS // (p.T * (HV // p.H)))):
             launch(part, out[:, :, own], None if final is None else final[:, own], planner)
     elif p.B > 1:
         count = max(1, MOST_ROWS // (p.T * HV))
