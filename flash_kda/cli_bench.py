@@ -43,6 +43,11 @@ class DeviceName(str, Enum):
     cpu = "cpu"
 
 
+def chosen(peers: bool, only: list[PeerName] | None) -> list[str]:
+    """Names of the peers to measure: all, ``only`` these, or none."""
+    return [name.value for name in only or PeerName] if peers else []
+
+
 def _measured(action: Callable[[], int]) -> int:
     """The status of a command of ``flash_kda.bench``, whose refusals the user can mend."""
     try:
@@ -128,7 +133,7 @@ def _add_forward(bench: "typer.Typer") -> None:
                 cases=case or [],
                 gates=[name.value for name in gates or []],
                 backends=backend or [],
-                peers=[name.value for name in peer or PeerName] if peers else [],
+                peers=chosen(peers, peer),
                 first_call=first_call,
                 quick=quick,
             )
@@ -171,14 +176,15 @@ def _add_others(bench: "typer.Typer") -> None:
         case: Annotated[list[str] | None, typer.Option(help="Case, such as 1x8192-h32; may be repeated.")] = None,
         gates: Annotated[list[GatesName] | None, typer.Option(help="Kind of gates; may be repeated.")] = None,
         backend: Annotated[list[str] | None, typer.Option(help="Backend of ours; may be repeated.")] = None,
-        peers: Annotated[bool, typer.Option(help="Whether to measure FLA in the same run.")] = True,
+        peers: Annotated[bool, typer.Option(help="Whether to measure peers in the same run.")] = True,
+        peer: Annotated[list[PeerName] | None, typer.Option(help="Only this peer; may be repeated.")] = None,
         first_call: Annotated[bool, typer.Option("--first-call", help="Also time first calls (slow).")] = False,
         append: Annotated[bool, typer.Option("--append", help="Keep the file's other rows.")] = False,
         out: Annotated[Path | None, typer.Option(help="JSON file; benchmarks/results/train-GPU.json if none.")] = None,
     ) -> None:
-        """Time forward and backward on a GPU, and their memory, beside FLA and the floor of moving the bytes."""
+        """Time forward and backward on a GPU, and their memory, beside peers and the floor of moving the bytes."""
         kinds = [name.value for name in gates or []]
-        choice = {"cases": case or [], "gates": kinds, "backends": backend or [], "peers": peers}
+        choice = {"cases": case or [], "gates": kinds, "backends": backend or [], "peers": chosen(peers, peer)}
         guarded(lambda: run_bench("train", out, append, first_call=first_call, **choice))
 
     @bench.command()

@@ -20,6 +20,7 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 pytest.importorskip("typer")
 
+from torch.nn import functional as F
 from typer.testing import CliRunner, Result
 
 import flash_kda
@@ -393,6 +394,30 @@ def test_peers_are_given_the_same_call(
         assert seen["state_v_first"] is False
         assert seen["safe_gate"] == (gates != "softplus")
         assert (seen["cu_seqlens"] is not None) == packed
+
+
+@pytest.mark.parametrize(
+    "peer", [peer for found in peers.PEERS.values() for peer in found], ids=lambda p: f"{p.impl}-{p.work}"
+)
+def test_peers_train_on_the_same_call(peer: peers.Implementation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's gradient is that of our call, or of the normalised k where that is handed over; in every run of it."""
+    monkeypatch.setitem(sys.modules, "fla.ops.kda", fake_fla({}))
+    monkeypatch.setitem(sys.modules, "cudnn.linear_attention.ops", fake_cudnn())
+    call = shapes.make(replace(SMALL, packed=False, lengths=(21, 21)), "strong", "cpu")
+    right = train.step(peers.Ours("reference"), call)()
+    _, wanted = peer.trainable(call)
+    inside = peer.work == peers.ALL_INSIDE
+    assert len(wanted) == (7 if inside else 5)
+    assert not any(x.requires_grad for x in (call.q, call.g, call.gate.dt_bias))  # type: ignore[union-attr]
+    run = train.step(peer, call)
+    for o, dk in (run(), run()):
+        assert prefill.ratio(o, right[0].double()) < (1e-2 if inside else 2e-2)
+        dk = dk.double().view_as(right[1])
+        if not inside:
+            # Through the normalisation, and with its rounding to bfloat16.
+            k = call.k.double().requires_grad_()
+            (dk,) = torch.autograd.grad(F.normalize(k, dim=-1), k, dk)
+        assert prefill.ratio(dk, right[1].double()) < 2e-2
 
 
 def test_a_peer_must_not_run_this_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ SMALL = shapes.Case("small", "train", (40,), 3, head_dim=32, seed=5)
 def test_a_step_computes_every_gradient() -> None:
     """The gradient of k that a step returns is that of the reference, and the call's own tensors stay off the tape."""
     call = shapes.make(SMALL, "strong", "cpu")
-    taped, wanted = train.leaves(call)
+    taped, wanted = peers.leaves(call)
     assert len(wanted) == 7
     o, dk = train.step(peers.Ours("cpu"), call)()
     expected, exact_dk = train.step(peers.Ours("reference"), call)()
@@ -112,7 +112,7 @@ def test_training_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     case = shapes.Case("1x512-h2", "train", (512,), 2)
     monkeypatch.setattr(shapes, "CASES", (case,))
     rows = train.run(
-        train.Options((case.name,), shapes.GATES, ("triton",), peers=False, repeats=3), print, lambda rows: None
+        train.Options((case.name,), shapes.GATES, ("triton",), peers=(), repeats=3), print, lambda rows: None
     )
     assert len(rows) == 3
     for row in rows:

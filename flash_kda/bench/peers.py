@@ -7,7 +7,8 @@ says what it therefore does not compute.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from flash_kda.bench.harness import Run
 from flash_kda.bench.measuring import Named, run_watched
 from flash_kda.bench.shapes import Call, boundaries
 from flash_kda.reference import decay
-from flash_kda.types import LowerBoundGate
+from flash_kda.types import LowerBoundGate, gate_parameters, with_parameters
 
 ALL_INSIDE = "normalisation, gate and sigmoid inside"
 CUDNN_PLAN = "kda_hopper_cuda"
@@ -37,6 +38,9 @@ class Implementation(Named, Protocol):
     def prepare(self, call: Call) -> Run:
         """A function that computes the call; its results are in the implementation's own layouts."""
 
+    def trainable(self, call: Call) -> tuple[Run, list[Tensor]]:
+        """As ``prepare``, from tensors that want gradients, and these: q, k, v, g, beta, and the gate's if it has any."""
+
     def canonical(self, results: tuple[Tensor, Tensor], call: Call) -> tuple[Tensor, Tensor]:
         """Results as output ``[B, T, H, D]`` and state ``[N, H, V, K]``."""
 
@@ -53,8 +57,24 @@ def _needs_gpu() -> str | None:
     return None if torch.cuda.is_available() else "needs an NVIDIA GPU; torch sees none"
 
 
+def leaves(call: Call) -> tuple[Call, list[Tensor]]:
+    """The call with tensors that want gradients: rows and the gate's parameters, not the initial state."""
+    rows = {name: getattr(call, name).detach().requires_grad_() for name in ("q", "k", "v", "g", "beta")}
+    A_log, dt_bias = (None if x is None else x.detach().requires_grad_() for x in gate_parameters(call.gate))
+    found = [*rows.values(), *(x for x in (A_log, dt_bias) if x is not None)]
+    return replace(call, gate=with_parameters(call.gate, A_log, dt_bias), **rows), found
+
+
+class FromTheCall:
+    """What differentiates with respect to the call's own tensors."""
+
+    def trainable(self: Implementation, call: Call) -> tuple[Run, list[Tensor]]:
+        call, wanted = leaves(call)
+        return self.prepare(call), wanted
+
+
 @dataclass(frozen=True)
-class Ours:
+class Ours(FromTheCall):
     """:func:`flash_kda.kda` on a backend."""
 
     backend: str = "auto"
@@ -85,7 +105,7 @@ class Ours:
 
 
 @dataclass(frozen=True)
-class Fla:
+class Fla(FromTheCall):
     """``fla.ops.kda.chunk_kda`` with everything in its kernels."""
 
     impl: str = "fla"
@@ -170,37 +190,35 @@ class Cudnn:
             return "has no softplus gate inside"
         return None
 
-    def prepare(self, call: Call) -> Run:
+    def _rows(self, call: Call) -> dict[str, Tensor]:
+        """q, k, v, g and beta as the kernel takes them."""
+        rows = {name: getattr(call, name).flatten(0, 1) for name in ("q", "k", "v", "g", "beta")}
+        if self.inside:
+            return rows
+        return rows | {
+            "q": F.normalize(rows["q"].float(), dim=-1).to(call.q.dtype),
+            "k": F.normalize(rows["k"].float(), dim=-1).to(call.k.dtype),
+            "g": decay(rows["g"].float(), call.gate),
+            "beta": rows["beta"].float().sigmoid(),
+        }
+
+    def _run(self, call: Call, rows: dict[str, Tensor]) -> Run:
         attention: Any = importlib.import_module("cudnn.linear_attention.ops").kimi_delta_attention
-        q, k, v, g, beta = (x.flatten(0, 1) for x in (call.q, call.k, call.v, call.g, call.beta))
         B, T = call.q.shape[:2]
-        cu = boundaries((T,) * B, q.device) if call.cu_seqlens is None else call.cu_seqlens.int()
-        arguments: dict[str, Any] = {
-            "v": v,
-            "cu_seqlens": cu,
+        arguments: dict[str, Any] = rows | {
+            "cu_seqlens": boundaries((T,) * B, call.q.device) if call.cu_seqlens is None else call.cu_seqlens.int(),
             "initial_state": call.initial_state,
             "output_final_state": True,
             "plan_name": CUDNN_PLAN,
         }
         if self.inside and isinstance(call.gate, LowerBoundGate):
             arguments |= {
-                "q": q,
-                "k": k,
-                "g": g,
-                "beta": beta,
                 "a_log": call.gate.A_log,
                 "dt_bias": call.gate.dt_bias,
                 "gate_lower_bound": call.gate.lower_bound,
                 "safe_gate": True,
                 "use_qk_l2norm_in_kernel": True,
                 "use_beta_sigmoid_in_kernel": True,
-            }
-        else:
-            arguments |= {
-                "q": F.normalize(q.float(), dim=-1).to(q.dtype),
-                "k": F.normalize(k.float(), dim=-1).to(k.dtype),
-                "g": decay(g.float(), call.gate),
-                "beta": beta.float().sigmoid(),
             }
 
         def run() -> tuple[Tensor, Tensor]:
@@ -209,12 +227,33 @@ class Cudnn:
 
         return run
 
+    def prepare(self, call: Call) -> Run:
+        return self._run(call, self._rows(call))
+
+    def trainable(self, call: Call) -> tuple[Run, list[Tensor]]:
+        # Gradients of what is handed over: where that is normalised q and k, theirs.
+        gate = with_parameters(call.gate, *(None if x is None else x.detach() for x in gate_parameters(call.gate)))
+        rows = {name: x.detach().requires_grad_() for name, x in self._rows(call).items()}
+        parameters = [x.requires_grad_() for x in gate_parameters(gate) if x is not None] if self.inside else []
+        return self._run(replace(call, gate=gate), rows), [*rows.values(), *parameters]
+
     def canonical(self, results: tuple[Tensor, Tensor], call: Call) -> tuple[Tensor, Tensor]:
         o, state = results
         return o.view_as(call.v), state
 
 
 PEERS: dict[str, tuple[Implementation, ...]] = {"fla": (Fla(),), "cudnn": (Cudnn(inside=True), Cudnn(inside=False))}
+
+
+def implementations(backends: Sequence[str], names: Sequence[str], say: Callable[[str], None]) -> list[Implementation]:
+    """Our backends and the peers of these names that this machine can run; ``say`` is told why another one cannot."""
+    found: list[Implementation] = [Ours(backend) for backend in backends]
+    for peer in (peer for name in names for peer in PEERS[name]):
+        if (why := peer.available()) is None:
+            found.append(peer)
+        else:
+            say(f"{peer.impl} ({peer.work}) is left out: {why}")
+    return found
 
 
 def find(impl: str, work: str, backend: str) -> Implementation:

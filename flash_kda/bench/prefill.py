@@ -37,18 +37,6 @@ class Options:
     first_call: bool = False
 
 
-def implementations(options: Options, say: Callable[[str], None]) -> list[peers.Implementation]:
-    """Those asked for that this machine can run; ``say`` is told why another one cannot."""
-    found: list[peers.Implementation] = [peers.Ours(backend) for backend in options.backends]
-    for name in options.peers:
-        for peer in peers.PEERS[name]:
-            if (why := peer.available()) is None:
-                found.append(peer)
-            else:
-                say(f"{peer.impl} ({peer.work}) is left out: {why}")
-    return found
-
-
 def ratio(got: Tensor, right: Tensor) -> float:
     """Root mean square error over the root mean square of the right value."""
     return float((got.double() - right).norm() / right.norm())
@@ -96,7 +84,7 @@ def run(options: Options, say: Callable[[str], None], keep: Keep) -> list[Row]:
         row = measure_row(implementation, calls, right, flush, options.repeats)
         return with_first_call(row, case, gates, implementation, say) if options.first_call else row
 
-    found = implementations(options, say)
+    found = peers.implementations(options.backends, options.peers, say)
     return measure_all(
         [shapes.cases("prefill")[name] for name in options.cases],
         options.gates,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,44 +14,35 @@ from flash_kda.bench.first_call import with_first_call
 from flash_kda.bench.measuring import measure_all, refuse, row_of, run_watched
 from flash_kda.bench.prefill import JUDGED_HEADS, inputs, ratio
 from flash_kda.bench.report import Keep, Row
-from flash_kda.types import Problem, gate_parameters, with_parameters
+from flash_kda.types import Problem
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure: names of cases, gates and our backends, whether FLA too, timed calls of each kind, and whether
-    first calls are timed too, in processes of their own.
+    """What to measure: names of cases, gates, our backends and peers, timed calls of each kind, and whether first calls
+    are timed too, in processes of their own.
     """
 
     cases: tuple[str, ...]
     gates: tuple[shapes.Gates, ...] = ("strong",)
     backends: tuple[str, ...] = ("auto",)
-    peers: bool = True
+    peers: tuple[str, ...] = tuple(peers.PEERS)
     repeats: int = 30
     first_call: bool = False
 
 
-def leaves(call: shapes.Call) -> tuple[shapes.Call, list[Tensor]]:
-    """The call with tensors that want gradients: rows and the gate's parameters, not the initial state."""
-    rows = {name: getattr(call, name).detach().requires_grad_() for name in ("q", "k", "v", "g", "beta")}
-    A_log, dt_bias = (None if x is None else x.detach().requires_grad_() for x in gate_parameters(call.gate))
-    found = [*rows.values(), *(x for x in (A_log, dt_bias) if x is not None)]
-    return replace(call, gate=with_parameters(call.gate, A_log, dt_bias), **rows), found
-
-
 def step(implementation: peers.Implementation, call: shapes.Call) -> harness.Run:
     """One forward and backward; returns the output and the gradient of k. All gradients are computed."""
-    call, wanted = leaves(call)
     with torch.enable_grad():
-        forward = implementation.prepare(call)
+        forward, wanted = implementation.trainable(call)
     do = torch.randn(call.v.shape, generator=torch.Generator(call.v.device).manual_seed(5), device=call.v.device)
     do = do.to(call.v.dtype)
 
     def run() -> tuple[Tensor, Tensor]:
         with torch.enable_grad():
             o, _ = forward()
-            grads = torch.autograd.grad(o, wanted, do)
-        return o.detach(), grads[1]
+            grads = torch.autograd.grad(o, wanted, do.view_as(o))
+        return o.detach().view_as(call.v), grads[1]
 
     return run
 
@@ -84,12 +75,7 @@ def run(options: Options, say: Callable[[str], None], keep: Keep) -> list[Row]:
     """
     chosen = [shapes.cases("train")[name] for name in options.cases]
     refuse_untrainable(options, "cuda")
-    found: list[peers.Implementation] = [peers.Ours(backend) for backend in options.backends]
-    if options.peers:
-        if (why := peers.Fla().available()) is None:
-            found.append(peers.Fla())
-        else:
-            say(f"fla is left out: {why}")
+    found = peers.implementations(options.backends, options.peers, say)
 
     def measure(
         case: shapes.Case,
@@ -99,6 +85,8 @@ def run(options: Options, say: Callable[[str], None], keep: Keep) -> list[Row]:
         right: tuple[Tensor, Tensor],
         flush: Tensor,
     ) -> Row | str:
+        if (why := way.why_not(calls[0])) is not None:
+            return why
         row = measure_row(way, calls, right[0], flush, options.repeats)
         return with_first_call(row, case, gates, way, say) if options.first_call else row
 
