@@ -39,7 +39,7 @@ class Implementation(Named, Protocol):
         """A function that computes the call; its results are in the implementation's own layouts."""
 
     def trainable(self, call: Call) -> tuple[Run, list[Tensor]]:
-        """As ``prepare``, from tensors that want gradients, and these: q, k, v, g, beta, and the gate's if it has any."""
+        """As ``prepare``, from tensors that want gradients, and these: q, k, v, g, beta, the gate's if any."""
 
     def canonical(self, results: tuple[Tensor, Tensor], call: Call) -> tuple[Tensor, Tensor]:
         """Results as output ``[B, T, H, D]`` and state ``[N, H, V, K]``."""
