@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,6 +25,9 @@ from flash_kda.bench import harness
 from flash_kda.types import Signature, gate_parameters
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
 from flash_kda.backends.triton import forward, launch
 from flash_kda.backends.triton.launch import Launch, Plan
 
@@ -163,6 +169,78 @@ def test_versions_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         plan(tensors())
         plan(tensors())
         assert len(f.by_triton) == 2
+
+
+@triton.jit
+def twice(p_x, A):
+    tl.store(p_x, tl.load(p_x) * 2 + A)
+
+
+@triton.jit
+def wrong(p_x, A):
+    tl.store(p_x, tl.load(p_x) + tl.arange(0, 3))
+
+
+@triton.jit
+def thrice(p_x, A):
+    tl.store(p_x, tl.load(p_x) * 3 + A)
+
+
+@pytest.fixture
+def compiles_for_an_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Triton's own compilation, without the driver that it asks what for, into a cache of its own."""
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    asked = {"get_current_device": 0, "get_current_stream": STREAM, "get_current_target": target}
+    active = SimpleNamespace(**{name: lambda *_, x=x: x for name, x in asked.items()})
+    monkeypatch.setattr(triton.runtime.driver, "_active", active)
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    for kernel in (twice, wrong, thrice):
+        kernel.device_caches.clear()
+
+
+def compiled(kernel: Any) -> int:
+    return len(kernel.device_caches[0][0])
+
+
+@pytest.mark.usefixtures("compiles_for_an_h200")
+def test_kernels_are_compiled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the other's compilation to have begun; a caller's own mode of compilation is left alone."""
+    both, compile_one = threading.Barrier(2, timeout=60), triton.compiler.compile
+
+    def compile_both(*given: Any, **options: Any) -> Any:
+        both.wait()
+        return compile_one(*given, **options)
+
+    monkeypatch.setattr(triton.compiler, "compile", compile_both)
+    calls = [(Launch(kernel, 1, {"A": 1}, {"num_warps": 1}), (torch.zeros(4), 1)) for kernel in (twice, thrice)]
+    with ThreadPoolExecutor(1) as pool, triton.AsyncCompileMode(pool) as mode:
+        launch._compile_together(calls)
+        assert not mode.raw_futures
+    assert compiled(twice) == compiled(thrice) == 1
+    launch._compile_together(calls)  # or the barrier would break
+    assert not both.broken
+
+
+@pytest.mark.usefixtures("compiles_for_an_h200")
+def test_what_does_not_compile_is_left_to_its_launch() -> None:
+    calls = [(Launch(kernel, 1, {"A": 1}, {"num_warps": 1}), (torch.zeros(4), 1)) for kernel in (wrong, twice)]
+    launch._compile_together(calls)
+    assert (compiled(wrong), compiled(twice)) == (0, 1)
+    with pytest.raises(triton.CompilationError):
+        wrong.warmup(torch.zeros(4), 1, grid=(1,), num_warps=1)
+
+
+def test_a_plan_compiles_its_kernels_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first launch, with the arguments that it gets; one kernel alone goes the usual way."""
+    seen: list[Any] = []
+    monkeypatch.setattr(launch, "_compile_together", seen.append)
+    first, second = kernel(), kernel()
+    plan = plan_of(first, second)
+    for _ in range(3):
+        plan(tensors())
+    (calls,) = seen
+    assert [x.kernel for x, _ in calls] == [first, second]
+    assert [tuple(arguments) for _, arguments in calls] == [x.by_triton[0][1] for x in (first, second)]
 
 
 def test_names_must_be_known() -> None:

@@ -96,6 +96,65 @@ def test_reports() -> None:
     assert sanitize.errors("Segmentation fault\n") is None
 
 
+def race(*accesses: tuple[str, str, str]) -> str:
+    """Racecheck's report of one: what was done, in a file of this folder, in the line with a text."""
+    lines = []
+    for what, file, text in accesses:
+        source = (sanitize.CONTROL.parent / file).read_text().splitlines()
+        (number,) = [i + 1 for i, line in enumerate(source) if text in line]
+        lines.append(f"{what} access at hand_over+0x2f0 in {file}:{number}")
+    return "\n".join(
+        [
+            f"========= Error: Race reported between {lines[0]}",
+            *(f"=========     and {x} [4 hazards]" for x in lines[1:]),
+            "",
+        ]
+    )
+
+
+GIVEN, TAKEN = ("Write", "control.py", "# handed over"), ("Read", "control.py", "total += s_words.load")
+STARTED, SENT = ("Read", "control.py", "def hand_over("), ("Write", "control.py", "gl.warp_specialize(")
+SUMS = ("Write", "control.py", "gl.store(p_sums")
+
+
+@pytest.mark.parametrize(
+    ("accesses", "expected"),
+    [
+        ((GIVEN, TAKEN), ["handing over"]),
+        ((TAKEN, GIVEN), ["handing over"]),
+        ((GIVEN, TAKEN, TAKEN), ["handing over"]),
+        ((STARTED, SENT), ["dispatch"]),
+        ((GIVEN, GIVEN), []),
+        ((SUMS, TAKEN), []),
+        ((GIVEN, SUMS, TAKEN), []),
+        ((STARTED, SUMS), []),
+        ((TAKEN, TAKEN), []),
+    ],
+)
+def test_kinds_of_races(accesses: tuple[tuple[str, str, str], ...], expected: list[str]) -> None:
+    """Words handed over are read by others, never written by two; partitions are started where they are sent to."""
+    report = (
+        "words\n" + race(*accesses) + "========= \n" + race(SUMS, SUMS) + "========= RACECHECK SUMMARY: 2 hazards\n"
+    )
+    assert sanitize.kinds(report, sanitize.CONTROL.parent) == expected
+    assert sanitize.kinds(report, sanitize.CONTROL.parents[1]) == []
+
+
+@pytest.mark.parametrize("last_first", [True, False])
+def test_the_control_is_right(last_first: bool) -> None:
+    """What racecheck does not follow its stand-in does, and finds nothing."""
+    pytest.importorskip("triton")
+    import control
+    import emulated_gluon
+
+    from flash_kda.backends.triton.launch import Launch
+
+    sums = torch.zeros(control.WORDS.value, dtype=torch.int32)
+    launch = Launch(control.hand_over, 1, {"count": 6}, {"num_warps": 4})
+    emulated_gluon.run(launch, {"sums": sums}, last_first=last_first)
+    assert torch.equal(sums, control.expected(6))
+
+
 TOOL = """#!/bin/sh
 for last; do :; done
 test "$PYTORCH_NO_CUDA_MEMORY_CACHING" = 1 || exit 9
@@ -104,17 +163,26 @@ case "$2-$last" in
   memcheck-*) echo "========= ERROR SUMMARY: 0 errors";;
   racecheck-step) echo "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)";;
   racecheck-prefill) echo "it fell over"; exit 1;;
+  racecheck-*control.py) cat "$CONTROL_REPORT"; exit "$CONTROL_STATUS";;
+  racecheck-hopper-*) cat "$REPORT";;
 esac
 """
 
 
-def test_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A line for each case, the report of one with errors, and a status that says whether there were any."""
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text(TOOL)
-    tool.chmod(0o755)
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for compute-sanitizer, and for the GPU that it needs; the folder of its reports."""
+    path = tmp_path / "compute-sanitizer"
+    path.write_text(TOOL)
+    path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("tool")
+def test_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for each case, the report of one with errors, and a status that says whether there were any."""
     assert sanitize.main(["--case", "step", "--tool", "racecheck"]) == 0
     assert "racecheck  step: 0 errors" in capsys.readouterr().out
     assert sanitize.main(["--case", "step", "--case", "prefill"]) == 1
@@ -128,3 +196,40 @@ def test_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert sanitize.main([]) == 2
     assert sanitize.main(["--list"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("control", "status", "expected"),
+    [
+        ([STARTED, SENT], "0", 0),  # the tool says the same of the control
+        ([GIVEN, TAKEN], "0", 1),  # it follows this kind
+        ([], "0", 1),  # it follows everything
+        ([STARTED, SENT], "1", 1),  # the control is wrong
+    ],
+)
+def test_what_is_not_followed_is_no_error(
+    control: list[tuple[str, str, str]],
+    status: str,
+    expected: int,
+    tool: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    summary = "========= RACECHECK SUMMARY: {0} hazards displayed ({0} errors, 0 warnings)\n"
+    source = (Path(config.__file__).parent / "recurrence.py").read_text().splitlines()
+    start = next(i + 1 for i, line in enumerate(source) if line.startswith("def walk("))
+    race_of_walk = (
+        f"========= Error: Race reported between Read access at walk+0x160 in recurrence.py:{start}\n"
+        f"=========     and Write access at walk+0x11c0 in recurrence.py:{start} [1 hazards]\n"
+    )
+    for name, report in (
+        ("CONTROL_REPORT", race(*control) + summary.format(1) if control else summary.format(0)),
+        ("REPORT", race_of_walk + summary.format(1)),
+    ):
+        (tool / name).write_text(report)
+        monkeypatch.setenv(name, str(tool / name))
+    monkeypatch.setenv("CONTROL_STATUS", status)
+    assert sanitize.main(["--case", "hopper-whole", "--tool", "racecheck"]) == expected
+    out = capsys.readouterr().out
+    assert ("hopper-whole: 0 errors beside 1 that it does not follow" in out) == (expected == 0)
+    assert ("hopper-whole: 1 errors, " in out) == (expected == 1)

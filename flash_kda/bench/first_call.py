@@ -1,8 +1,10 @@
 """How long the first call takes in a fresh process: once with an empty Triton cache, once with the cache it left.
 
 ``python -m flash_kda.bench.first_call`` is that process. The clock runs from the call to its end on the GPU; a call of
-training is a forward and a backward. Imports of torch, Triton and peers, inputs and the CUDA context come before it;
-what this library imports when it is first called does not. Caches other than Triton's are left as they are.
+training is a forward and a backward. Before it come imports of torch, Triton and peers, inputs, the CUDA context, and
+what any first kernel of Triton and any first gradient of torch cost a process: a kernel that does nothing, and a
+gradient of two numbers. What this library imports when it is first called does not. Caches other than Triton's are left
+as they are.
 """
 
 from __future__ import annotations
@@ -74,15 +76,28 @@ def with_first_call(
     return {**row, "first_call_s": found[0], "first_call_cached_s": found[1]}
 
 
+def _start() -> None:
+    """What a process pays once: Triton's driver, launcher and cache key, and torch's machinery of gradients."""
+    from triton.experimental import gluon
+
+    @gluon.jit
+    def nothing():  # type: ignore[no-untyped-def]
+        pass
+
+    nothing[(1,)](num_warps=1)
+    x = torch.ones(2, device="cuda", requires_grad=True)
+    torch.autograd.grad(x * 2, x, torch.ones_like(x))
+
+
 def main() -> None:
     """One call, timed; prints ``{"seconds": ...}``."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("op", "case", "gates", "impl", "work", "backend"):
         parser.add_argument(f"--{name}", required=True)
     args = parser.parse_args()
-    import triton  # noqa: F401  # before the clock starts
-
     from flash_kda.bench import train
+
+    _start()
 
     implementation = peers.find(args.impl, args.work, args.backend)
     call = shapes.make(shapes.cases(args.op)[args.case], args.gates, "cuda")

@@ -66,7 +66,7 @@ def _add_both_and_max(a1, a2, a3, b1, b2, b3):
 def _announce(s_words, row, last, chunk, i_h):
     """Tell the warps that compute which chunk a stage holds."""
     o = gl.arange(0, 4, LANES)
-    s_words.store(gl.where(o < 2, gl.where(o == 0, row, last), gl.where(o == 2, chunk, i_h)))
+    s_words.store(gl.where(o < 2, gl.where(o == 0, row, last), gl.where(o == 2, chunk, i_h)))  # handed over
     gl.thread_barrier()
 
 
@@ -90,11 +90,11 @@ def _load_parameters(
     """Beta of the rows of q and again of k, exp(A_log) and dt_bias, for which nobody who computes then waits."""
     o_pair = gl.arange(0, 2 * C, gl.BlockedLayout([2], [32], [1], [0]))
     i_beta = (row + gl.minimum(o_pair % C, last)).to(gl.int64)
-    s_beta.store(gl.load(p_beta + i_beta * beta_t + i_h * beta_h).to(gl.float32))
+    s_beta.store(gl.load(p_beta + i_beta * beta_t + i_h * beta_h).to(gl.float32))  # handed over
     if HAS_A_LOG:
-        s_a.store(gl.exp(gl.load(p_A_log + i_h + gl.zeros([4], gl.int32, LANES))))
+        s_a.store(gl.exp(gl.load(p_A_log + i_h + gl.zeros([4], gl.int32, LANES))))  # handed over
     if HAS_DT_BIAS:
-        s_bias.store(gl.load(p_dt_bias + i_h * K + gl.arange(0, K, LANES)))
+        s_bias.store(gl.load(p_dt_bias + i_h * K + gl.arange(0, K, LANES)))  # handed over
 
 
 @gluon.jit

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, reduce
 from operator import itemgetter, or_
@@ -180,6 +182,24 @@ def _hooked() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
+def _compile_together(calls: Sequence[tuple[Launch, Sequence[Any]]]) -> None:
+    """Have Triton compile the kernels of these launches, with their arguments, at the same time.
+
+    What does not compile is left to its launch, which says why.
+    """
+    # In place of these the interpreter has functions that are never compiled.
+    if len(calls) < 2 or not all(isinstance(launch.kernel, triton.JITFunction) for launch, _ in calls):
+        return
+
+    def compile_all() -> None:
+        with ThreadPoolExecutor(len(calls)) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+            for launch, arguments in calls:
+                launch.kernel.warmup(*arguments, grid=(launch.programs,), **launch.options)
+
+    # In a context of its own, as the caller may be within such a mode.
+    Context().run(compile_all)
+
+
 class Plan:
     """The launches of all calls that differ in addresses alone, and the scratch memory that the launches share.
 
@@ -216,6 +236,7 @@ class Plan:
         # By which tensors are aligned to 16 bytes (None if all are): Triton compiles for that, and addresses differ
         # from call to call.
         self._steps: dict[tuple[bool, ...] | None, list[_Step]] = {}
+        self._compiled: set[tuple[bool, ...] | None] = set()
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> None:
         """Launch on the current stream of the device, which must be the current device."""
@@ -248,18 +269,24 @@ class Plan:
             for at, (n, dtype) in zip(self.offsets, sizes, strict=True)
         ]
         given = [*tensors, *pieces]
-        steps = []
+        prepared = []
         for launch in self.launches:
             positions = [self._position[name] for name in launch.tensors]
             pick = _pick([0 if given[i] is None else i for i in positions])
-            arguments = tuple(launch.arguments)
             sources = [self._position[x.tensor] for x in launch.operands]
             operands = [_descriptor(x, given[i]) for x, i in zip(launch.operands, sources, strict=True)]
-            compiled = launch.kernel[(launch.programs,)](*operands, *pick(given), *arguments, **launch.options)
-            if (runner := _runner(compiled, bool(operands))) is not None and (not operands or _is_known()):
-                described = compiled.metadata.tensordesc_meta if operands else []
+            prepared.append((launch, pick, sources, [*operands, *pick(given), *launch.arguments]))
+        if aligned not in self._compiled:
+            self._compiled.add(aligned)
+            _compile_together([(launch, arguments) for launch, _, _, arguments in prepared])
+        steps = []
+        for launch, pick, sources, arguments in prepared:
+            compiled = launch.kernel[(launch.programs,)](*arguments, **launch.options)
+            if (runner := _runner(compiled, bool(sources))) is not None and (not sources or _is_known()):
+                described = compiled.metadata.tensordesc_meta if sources else []
                 encoders = [_encoder(x, y) for x, y in zip(launch.operands, described, strict=True)]
                 encode = _joint_encoder(encoders) if encoders else None
-                steps.append(_Step(runner[0], launch.programs, runner[1], _pick(sources), encode, pick, arguments))
+                values = tuple(launch.arguments)
+                steps.append(_Step(runner[0], launch.programs, runner[1], _pick(sources), encode, pick, values))
         if len(steps) == len(self.launches):
             self._steps[aligned] = steps
