@@ -123,7 +123,8 @@ def test_copyable(spoil: Any, copyable: bool) -> None:
         (Problem(T=65536, H=8), (1, 8192)),
         (Problem(T=4095, H=8), (1, None)),
         (Problem(T=65536, H=8, V=256), (1, None)),
-        (Problem(T=73600, H=8, N=64, packed=True), (1, 9216)),
+        (Problem(T=73600, H=8, N=64, packed=True), (1, 8192)),
+        (Problem(T=65536, H=8, N=1, packed=True), (1, 7296)),
         (Problem(T=8192, H=8, N=64, packed=True), (2, None)),
     ],
     ids=str,
@@ -140,7 +141,9 @@ def test_segments_cover_all_tokens_and_fill_the_device() -> None:
         assert tokens is not None
         assert tokens % hopper_config.CHUNK == 0
         assert segments(p, tokens) * tokens >= T
-        assert (segments(p, tokens) - (3 if packed else 0)) * H * 2 <= DEVICE.multiprocessors
+        assert (segments(p, tokens) - (4 if packed else 0)) * H * 2 <= DEVICE.multiprocessors
+        # Where sequences are packed two walks may share one.
+        assert (configure(p, DEVICE).walk_registers == 128) == packed
 
 
 # Compilation without a GPU.

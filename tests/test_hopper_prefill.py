@@ -132,7 +132,8 @@ BUILDS: dict[str, tuple[Problem, dict[str, Any], list[int]]] = {
     "shared-kv": (replace(KEPT, H=96), {"layout": "kv"}, [704]),
     "two": (replace(KEPT, H=96, V=192), {}, [160]),
     "cut": (replace(KEPT, H=8), {}, [16, 32]),
-    "cut-packed": (replace(KEPT, H=8, N=2, packed=True), {}, [16, 32]),
+    "cut-packed": (replace(POOLED, H=8, N=2, packed=True), {}, [16, 256]),
+    "cut-packed-checkpoints": (replace(KEPT, H=8, N=2, packed=True), {}, [16, 32]),
 }
 
 

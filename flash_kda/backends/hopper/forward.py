@@ -23,6 +23,8 @@ from flash_kda.types import Inputs, Layout, Runner, Signature
 
 # Value columns of a program of the scan over segments.
 SCAN_BV = 16
+# Chunks in flight where segments' maps are made.
+MAP_STAGES = 4
 
 
 def rows_of(call: Signature, name: str, block: tuple[int, int]) -> Matrix:
@@ -114,7 +116,7 @@ def describe(
     walks = N
     if config.segment is not None:
         walks = segments(p, config.segment)
-        own = {"MODE": MAP.value, "PARTS": K // BV}
+        own = {"MODE": MAP.value, "PARTS": K // BV, "STAGES": MAP_STAGES}
         launches.append(Launch(walk, walks * HV * 2, values | own, {"num_warps": 4}, walked))
         launches.append(Launch(scan_segments, N * HV * K // SCAN_BV, values, {"num_warps": 8}))
     launches.append(Launch(walk, walks * HV * p.V // (BV * config.parts), values, options, walked))
