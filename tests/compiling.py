@@ -116,6 +116,7 @@ class Built:
         arithmetic: how many multiply-adds, products, sums and differences.
         order: loads from and stores to memory, and barriers, as the compiler has them in the end.
         late_loads: of 16 bytes by a thread, after the first exchange between threads of a warp in the machine's code.
+        waits: whether it waits for the launch before.
     """
 
     error: str | None = None
@@ -129,6 +130,7 @@ class Built:
     arithmetic: tuple[int, ...] = ()
     order: tuple[str, ...] = ()
     late_loads: int = 0
+    waits: bool = False
 
 
 def source_of(launch: Launch, dtypes: Dtypes) -> Any:
@@ -199,6 +201,7 @@ def compile_launch(
         arithmetic=tuple(ptx.count(f"{kind}.f32") for kind in ("fma.rn", "mul", "add", "sub")),
         order=tuple(re.findall(r"tt\.load|tt\.store|gpu\.barrier", ttgir)),
         late_loads=len(re.findall(r"\bLDG\.E\S*\.128\b", _told_of(compiled, "-sass").partition("SHFL")[2])),
+        waits="griddepcontrol.wait" in ptx,
     )
 
 

@@ -231,6 +231,7 @@ def test_kernels_compile(name: str) -> None:
     for launch, (kernel, budget) in zip(launches, expected, strict=True):
         built = compile_launch(launch, dtypes, 90, gluon_source_of)
         assert_fits(built, 90, budget)
+        assert built.waits == launch.options.get("launch_pdl", False)
         if kernel == "prepare_warp":
             programs = hopper_config.PREPARE_PROGRAMS
             assert programs * (built.shared + 1024) <= DEVICE.shared_memory_per_multiprocessor

@@ -169,6 +169,7 @@ def test_kernels_compile(name: str) -> None:
         built = compile_launch(launch, dtypes, 90, gluon_source_of)
         assert_fits(built, 90, budget)
         assert built.wgmma, "no wgmma"
+        assert built.waits == launch.options["launch_pdl"]
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "cut-packed"])

@@ -25,6 +25,8 @@ from flash_kda.types import Inputs, Layout, Runner, Signature
 SCAN_BV = 16
 # Chunks in flight where segments' maps are made.
 MAP_STAGES = 4
+# Whether launches after the first start while the one before them ends (programmatic dependent launch).
+OVERLAP = True
 
 
 def rows_of(call: Signature, name: str, block: tuple[int, int]) -> Matrix:
@@ -48,9 +50,10 @@ def preparation(
     }
     launches = [Launch(prepare_warp, min(chunks, programs), given | {"CHUNKS": which}, {"num_warps": 1}, matrices)]
     if not bounded:
-        own = {"CHUNKS": common.HARD.value, "BC": portable.hard_BC}
+        own = {"CHUNKS": common.HARD.value, "BC": portable.hard_BC, "OVERLAPS": True}
         count = portable.hard_programs(chunks)
-        launches.append(Launch(prepare, count, given | own, {"num_warps": portable.prepare_warps}))
+        options = {"num_warps": portable.prepare_warps, "launch_pdl": OVERLAP}
+        launches.append(Launch(prepare, count, given | own, options))
     return launches
 
 
@@ -112,13 +115,15 @@ def describe(
     }
     launches = preparation(call, portable, values, config.prepare_programs)
     walked = prepared(call, portable)
-    options = {"num_warps": 4} | ({} if config.walk_registers is None else {"maxnreg": config.walk_registers})
+    options = {"num_warps": 4, "launch_pdl": OVERLAP}
     walks = N
     if config.segment is not None:
         walks = segments(p, config.segment)
         own = {"MODE": MAP.value, "PARTS": K // BV, "STAGES": MAP_STAGES}
-        launches.append(Launch(walk, walks * HV * 2, values | own, {"num_warps": 4}, walked))
-        launches.append(Launch(scan_segments, N * HV * K // SCAN_BV, values, {"num_warps": 8}))
+        launches.append(Launch(walk, walks * HV * 2, values | own, options, walked))
+        launches.append(Launch(scan_segments, N * HV * K // SCAN_BV, values, {**options, "num_warps": 8}))
+    if config.walk_registers is not None:
+        options = {**options, "maxnreg": config.walk_registers}
     launches.append(Launch(walk, walks * HV * p.V // (BV * config.parts), values, options, walked))
     return scratch, launches
 
