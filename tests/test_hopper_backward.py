@@ -38,10 +38,11 @@ def described(problem: Problem) -> tuple[Dtypes, list[Any]]:
     inputs = compiling.meta_inputs(problem)
     inputs = inputs.replace(g=inputs.g.to(inputs.q.dtype))
     dS = torch.empty(inputs.state_shape, dtype=inputs.state_dtype, device="meta")
-    planner = mock.Mock(return_value=(mock.Mock(), mock.Mock()))
+    planner = mock.Mock(return_value=portable.Plans(mock.Mock(), mock.Mock(), mock.Mock()))
     with mock.patch.object(portable, "device_facts", return_value=H200):
-        portable.compute(inputs, torch.empty_like(inputs.v), dS, planner)
-    (call, of_dS), halves = planner.call_args.args, planner.return_value
+        portable.compute(inputs, torch.empty_like(inputs.v), dS, planner=planner)
+    (call, of_dS), plans = planner.call_args.args, planner.return_value
+    halves = (plans.walk, plans.finish)
     dtypes: Dtypes = {}
     found: list[Any] = []
     both = backward.describe(call, configure(problem, H200), H200, of_dS)
