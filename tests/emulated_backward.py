@@ -15,8 +15,7 @@ from compiling import H200
 from interpreted_backward import NAMES, Found
 from torch import Tensor
 
-from flash_kda.backends.triton.config import CHUNK, Device, configure
-from flash_kda.backends.triton.config import slots
+from flash_kda.backends.triton.config import CHUNK, Device, configure, slots
 from flash_kda.reference import Chunk, kda_chunk
 from flash_kda.types import gate_parameters
 
