@@ -217,6 +217,57 @@ def kept_without_write() -> None:
             assert_same_bits(x, want[name].view_as(x), f"d{name}")
 
 
+def kept_under_checkpointing(reentrant: bool) -> None:
+    """What is made again for the backward prepares, and the backward does not; the bits are those without any of it."""
+    from torch.utils.checkpoint import checkpoint
+
+    from flash_kda.backends.triton import autograd
+    from flash_kda.backends.triton import prepare as module
+
+    call = Case(lengths=(33, 0, 5), HV=4, tail=2).build()
+    do, dS = seeds(call)
+    want = run(call, do, dS)
+    taped, found = leaves(call | {"recompute": False})
+
+    def forward(*tensors: Tensor) -> tuple[Tensor, Tensor | None]:
+        return autograd.run_with_grad(inputs_of(taped | dict(zip(TENSORS, tensors, strict=True))))
+
+    given = [taped[name] for name in TENSORS]
+    with on_an_h200(), mock.patch.object(module, "_chunk", wraps=module._chunk) as prepared:
+        o, S = checkpoint(forward, *given, use_reentrant=reentrant, preserve_rng_state=False)
+        once = prepared.call_count
+        torch.autograd.backward([o, S], [do, dS])
+    assert prepared.call_count == 2 * once, f"{prepared.call_count} chunks prepared, {once} by the forward"
+    for name, x in found.items():
+        assert x.grad is not None
+        assert_same_bits(x.grad, want[name].view_as(x), f"d{name}")
+
+
+def kept_elsewhere() -> None:
+    """Saved tensors that are taken away and come back as others: what is kept is one of them."""
+    from flash_kda.backends.triton import autograd
+
+    call = Case(T=40, gate="softplus").build()
+    do, dS = seeds(call)
+    want = run(call, do, dS)
+    taped, found = leaves(call | {"recompute": False})
+    dtypes = []
+
+    def pack(x: Tensor) -> Tensor:
+        dtypes.append(x.dtype)
+        return x.clone()
+
+    with on_an_h200():
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x.clone()):
+            o, S = autograd.run_with_grad(inputs_of(taped))
+        assert dtypes.count(torch.uint8) == 1
+        assert S is not None
+        for _ in range(2):
+            grads = torch.autograd.grad([o, S], list(found.values()), [do, dS], retain_graph=True)
+            for name, x in zip(found, grads, strict=True):
+                assert_same_bits(x, want[name].view_as(x), f"d{name}")
+
+
 def on_the_tape(recompute: bool) -> None:
     """The differentiable function: dtypes, what wants no gradient, a second backward, and no second derivative."""
     from flash_kda.backends.triton import autograd
@@ -427,6 +478,8 @@ CASES: dict[str, Callable[[], None]] = {
     "known form, kept": partial(known_form, Case(lengths=(33, 0, 5), tail=2, HV=4, gate="log"), False),
     **{f"kept {case}": partial(kept, case) for case in _KEPT},
     "kept without write": kept_without_write,
+    "kept elsewhere": kept_elsewhere,
+    **{f"kept, checkpointing {x}": partial(kept_under_checkpointing, x == "reentrant") for x in ("hooks", "reentrant")},
     "kept in parts, batch": partial(kept, Case(B=3, T=20, H=1, HV=2, gate="log", strength="hostile"), rows=(80, 40)),
     "kept in parts, heads": partial(
         kept, Case(lengths=(30, 0, 17), tail=3, H=5, gate="log"), rows=(250, 40), prepares=True
