@@ -112,7 +112,7 @@ def test_hopper_prepares_as_its_backward_does(problem: Problem) -> None:
 
 
 class Keeping:
-    """The CPU's backend, which keeps some bytes for every token, and wants them back."""
+    """The CPU's backend, which keeps what a GPU would, but for its values, and wants it back."""
 
     supports, run, runner = staticmethod(cpu.supports), staticmethod(cpu.run), staticmethod(cpu.runner)
 
@@ -121,14 +121,14 @@ class Keeping:
         self.seen: list[int | None] = []
 
     def kept_bytes(self, problem: Problem) -> int:
-        return 3 * problem.T
+        return kept_bytes(problem)
 
     def run_keeping(self, inputs: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
         o, S, _ = cpu.run_keeping(inputs)
         aligned, self.aligned = self.aligned, True
         if inputs.recompute or not aligned:
             return o, S, None
-        return o, S, torch.full((3 * inputs.q.shape[1],), 7, dtype=torch.uint8)
+        return o, S, torch.full((kept_bytes(inputs.problem),), 7, dtype=torch.uint8)
 
     def gradients(self, inputs: Inputs, do: Tensor, dS: Tensor | None, kept: Tensor | None) -> tuple[Any, ...]:
         if kept is not None:
@@ -170,7 +170,7 @@ def test_what_a_compiled_call_keeps(compiler: str, recompute: bool, keeping: Kee
     call = SMALL.build()
     compiled = torch.compile(flash_kda.kda, fullgraph=True, backend=compiler)
     got = gradients(call, compiled, recompute=recompute)
-    assert keeping.seen == [None if recompute else 3 * 40]
+    assert keeping.seen == [None if recompute else kept_bytes(Problem.of(inputs_of(call)))]
     assert_same(got, gradients(call))
 
 
@@ -189,6 +189,16 @@ def test_a_compiled_call_without_gradients_keeps_nothing(keeping: Keeping) -> No
     assert_same_bits(o, flash_kda.kda(**call)[0], "o")
     calls = [x for graph in graphs for x in graph.graph.nodes if "flash_kda.forward" in str(x.target)]
     assert [x.args[-1] for x in calls] == [True] * len(graphs)
+
+
+def test_a_compiled_call_of_changing_lengths(keeping: Keeping) -> None:
+    """One graph, in which the size of what is kept is a formula."""
+    compiled = torch.compile(flash_kda.kda, fullgraph=True, backend="aot_eager", dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for T in (40, 75, 130):
+            call = SMALL.but(T=T).build()
+            assert_same(gradients(call, compiled, recompute=False), gradients(call))
+            assert keeping.seen[-1] == kept_bytes(Problem.of(inputs_of(call)))
 
 
 def test_the_operator_that_keeps_has_its_contract(keeping: Keeping) -> None:
