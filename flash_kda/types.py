@@ -132,13 +132,11 @@ class Layout(NamedTuple):
 class Signature:
     """All of a call but the data of its tensors, before anything is checked. Equal signatures are one object.
 
-    What follows from a signature alone (whether the arguments are right, the problem, the launches) is worked out once
-    and kept for it: in a call that repeats a signature nothing of that takes time.
+    What follows from it alone (whether the arguments are right, the problem, the launches) is worked out once for all.
 
     Attributes:
         gate: type of the gate. lower_bound: the gate's, None where it has none.
-        layouts: of the tensors, by the names of the arguments. What is no tensor is told by its type: NoneType if it is
-            absent.
+        layouts: of the tensors, by the names of the arguments. What is no tensor is told by its type, maybe NoneType.
     """
 
     gate: type
