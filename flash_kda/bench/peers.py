@@ -81,11 +81,14 @@ class Ours(FromTheCall):
     backend: str = "auto"
     recompute: bool = True
     impl: str = "flash_kda"
-    note: str = ""
 
     @property
     def work(self) -> str:
         return ALL_INSIDE if self.recompute else NO_RECOMPUTE
+
+    @property
+    def note(self) -> str:
+        return "" if self.recompute else "with recompute=False"
 
     def available(self) -> str | None:
         return None

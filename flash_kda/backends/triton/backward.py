@@ -186,7 +186,7 @@ def compute(
     A_log, dt_bias = (None if y is None else y.float().contiguous() for y in gate_parameters(x.gate))
     do, dS = do.contiguous(), None if dS is None else dS.contiguous()
     plans = planner(x.signature, None if dS is None else (dS.dtype, dS.stride()))
-    if plans.walk_kept is None or not plans.walk.fits(copied_rows(x) | {"do": do}):
+    if kept is not None and (plans.walk_kept is None or not plans.walk.fits(copied_rows(x) | {"do": do})):
         # Other kernels than the forward's are to run, which have an order of rows of their own.
         kept = None
 
