@@ -63,7 +63,7 @@ sanitize: $(READY)  ## run every configuration under compute-sanitizer, memcheck
 bench-gpu: $(READY)  ## measure speed and accuracy on a GPU, beside the peers that are installed
 	$(FLASH_KDA) bench prefill --gates strong --gates slow --gates softplus
 	$(FLASH_KDA) bench decode
-	$(FLASH_KDA) bench train --gates strong --gates slow --gates softplus
+	$(FLASH_KDA) bench train --gates strong --gates slow --gates softplus --no-recompute
 	$(FLASH_KDA) bench scale
 	$(FLASH_KDA) accuracy
 	$(FLASH_KDA) accuracy --dtype float32

@@ -28,6 +28,7 @@ def kda(
     beta_is_logit: bool = True,
     allow_neg_eigval: bool = False,
     state_layout: StateLayout = "vk",
+    recompute: bool = True,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention over whole sequences.
@@ -56,6 +57,9 @@ def kda(
         beta_is_logit: take ``sigmoid(beta)``.
         allow_neg_eigval: take ``2 * sigmoid(beta)``, so that the transition may have negative eigenvalues.
         state_layout: ``"vk"`` for states ``[N, HV, V, K]``, ``"kv"`` for ``[N, HV, K, V]``.
+        recompute: whether the backward prepares the chunks again. With False a GPU keeps what the forward prepared:
+            more memory until the backward, which is then faster and has the same bits (docs/training.md). Without
+            effect on the CPU and where no gradient is wanted.
         backend: ``"auto"``, or one of ``flash_kda.BACKENDS``.
 
     Returns:
@@ -70,7 +74,7 @@ def kda(
         NotImplementedError: no backend can run the call; the message gives each one's reason.
     """
     tensors = (q, k, v, g, beta, initial_state, cu_seqlens, None, None)
-    options = (scale, output_final_state, qk_l2norm, beta_is_logit, allow_neg_eigval, state_layout)
+    options = (scale, output_final_state, qk_l2norm, beta_is_logit, allow_neg_eigval, state_layout, recompute)
     if torch.compiler.is_compiling():
         return ops.traced(*_arguments(tensors, gate, (*options, backend)))
     return forms.run(

@@ -135,7 +135,7 @@ def _check_cu_seqlens(cu_seqlens: Layout, B: int, device: torch.device) -> None:
 def _check_options(signature: Signature) -> None:
     if signature.scale is not None and not math.isfinite(check_number("scale", signature.scale)):
         raise ValueError(f"scale: got {signature.scale}, expected a finite number")
-    for name in ("output_final_state", "qk_l2norm", "beta_is_logit", "allow_neg_eigval"):
+    for name in ("output_final_state", "qk_l2norm", "beta_is_logit", "allow_neg_eigval", "recompute"):
         if not isinstance(flag := getattr(signature, name), bool):
             raise TypeError(f"{name}: got {flag!r}, expected True or False")
     if signature.allow_neg_eigval and not signature.beta_is_logit:
@@ -194,9 +194,10 @@ def check(
     beta_is_logit: bool,
     allow_neg_eigval: bool,
     state_layout: StateLayout,
+    recompute: bool = True,
 ) -> Inputs:
     """Check the arguments of :func:`flash_kda.kda` and bring them into one value. Reads no tensor data on a GPU."""
-    options = (output_final_state, cu_seqlens, qk_l2norm, beta_is_logit, allow_neg_eigval, state_layout)
+    options = (output_final_state, cu_seqlens, qk_l2norm, beta_is_logit, allow_neg_eigval, state_layout, recompute)
     signature = Signature.of(q, k, v, g, beta, gate, scale, initial_state, *options)
     check_signature(signature)
     if cu_seqlens is not None and cu_seqlens.is_cpu:

@@ -179,13 +179,17 @@ def _add_others(bench: "typer.Typer") -> None:
         peers: Annotated[bool, typer.Option(help="Whether to measure peers in the same run.")] = True,
         peer: Annotated[list[PeerName] | None, typer.Option(help="Only this peer; may be repeated.")] = None,
         first_call: Annotated[bool, typer.Option("--first-call", help="Also time first calls (slow).")] = False,
+        no_recompute: Annotated[
+            bool, typer.Option("--no-recompute", help="Also measure ours with recompute=False.")
+        ] = False,
         append: Annotated[bool, typer.Option("--append", help="Keep the file's other rows.")] = False,
         out: Annotated[Path | None, typer.Option(help="JSON file; benchmarks/results/train-GPU.json if none.")] = None,
     ) -> None:
         """Time forward and backward on a GPU, and their memory, beside peers and the floor of moving the bytes."""
         kinds = [name.value for name in gates or []]
         choice = {"cases": case or [], "gates": kinds, "backends": backend or [], "peers": chosen(peers, peer)}
-        guarded(lambda: run_bench("train", out, append, first_call=first_call, **choice))
+        flags = {"first_call": first_call, "no_recompute": no_recompute}
+        guarded(lambda: run_bench("train", out, append, **flags, **choice))
 
     @bench.command()
     def report(

@@ -45,10 +45,22 @@ class Backend(Protocol):
         None if that spares no host work, or if values must be checked in every call.
         """
 
-    def gradients(self, inputs: Inputs, do: Tensor, dS: Tensor | None) -> tuple[Tensor | None, ...]:
+    def kept_bytes(self, problem: Problem) -> int:
+        """What the forward of such a call with ``recompute=False`` keeps for its backward. Sizes may be symbols."""
+
+    def run_keeping(self, inputs: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Output, final state and what is kept, ``[kept_bytes]`` uint8, off the tape.
+
+        None is kept with ``recompute``, and where memory is aligned in a way that other kernels are for.
+        """
+
+    def gradients(
+        self, inputs: Inputs, do: Tensor, dS: Tensor | None, kept: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         """Gradients of q, k, v, g, beta, A_log, dt_bias ``[HV, K]`` and initial_state, off the tape.
 
-        From those of the output and of the final state (None for zero); None for a tensor that is absent.
+        From those of the output and of the final state (None for zero), and from what ``run_keeping`` kept; None for a
+        tensor that is absent.
         """
 
     def run_decode(self, call: DecodeInputs) -> tuple[Tensor, Decoder | None]:
@@ -138,13 +150,28 @@ def run(
     return choose(inputs.problem, backend)[1].run(inputs, out, final_state)
 
 
-def gradients(inputs: Inputs, backend: str, do: Tensor, dS: Tensor | None) -> tuple[Tensor | None, ...]:
+def kept_bytes(problem: Problem, backend: str) -> int:
+    """What is kept of a call with ``recompute=False``; 0 if no backend fits. Sizes may be symbols, so nothing is
+    remembered here.
+    """
+    name = explain(problem, backend).backend
+    return 0 if name is None else load(name).kept_bytes(problem)
+
+
+def run_keeping(inputs: Inputs, backend: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """As :func:`run`, off the tape, and what is kept for :func:`gradients`."""
+    return choose(inputs.problem, backend)[1].run_keeping(inputs)
+
+
+def gradients(
+    inputs: Inputs, backend: str, do: Tensor, dS: Tensor | None, kept: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
     """Gradients of a checked call by the backend that :func:`explain` names for its problem with gradients.
 
     Raises:
         NotImplementedError: no backend fits; the message lists every reason.
     """
-    return choose(inputs.signature.problem_with_gradient, backend)[1].gradients(inputs, do, dS)
+    return choose(inputs.signature.problem_with_gradient, backend)[1].gradients(inputs, do, dS, kept)
 
 
 def choose(problem: Problem, backend: str) -> tuple[str, Backend]:

@@ -61,14 +61,25 @@ def forward(
     allow_neg_eigval: bool,
     state_layout: str,
     backend: str,
-) -> tuple[Tensor, Tensor]:
-    """:func:`flash_kda.kda`; the final state is an empty tensor where it is not asked for."""
+    recompute: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`flash_kda.kda`, and what it keeps for the backward; what is not asked for is an empty tensor."""
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
-    options = (gate, lower_bound, scale, output_final_state, qk_l2norm, beta_is_logit, allow_neg_eigval, state_layout)
-    inputs = check(*_arguments(tensors, options))
+    flags = (qk_l2norm, beta_is_logit, allow_neg_eigval, state_layout, recompute)
+    inputs = check(*_arguments(tensors, (gate, lower_bound, scale, output_final_state, *flags)))
     with torch.no_grad():
-        o, state = dispatch.run(inputs, backend)
-    return o.contiguous(), q.new_empty(0) if state is None else state
+        o, state, kept = dispatch.run_keeping(inputs, backend)
+        if kept is None and _kept_bytes(inputs, backend):
+            # The graph counts on it. It is of rows as they may lie by the time of the backward, which looks at that.
+            rows = {name: getattr(inputs, name).clone() for name in ("q", "k", "v", "g")}
+            kept = dispatch.run_keeping(inputs.replace(**rows), backend)[2]
+    nothing = q.new_empty(0, dtype=torch.uint8)
+    return o.contiguous(), q.new_empty(0) if state is None else state, nothing if kept is None else kept
+
+
+def _kept_bytes(inputs: Inputs, backend: str) -> int:
+    """What the forward keeps."""
+    return 0 if inputs.recompute else dispatch.kept_bytes(inputs.signature.problem_with_gradient, backend)
 
 
 @forward.register_fake
@@ -91,21 +102,23 @@ def _(
     allow_neg_eigval: bool,
     state_layout: str,
     backend: str,
-) -> tuple[Tensor, Tensor]:
+    recompute: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    if not output_final_state:
-        return o, q.new_empty(0)
-    # Not checked, since no data can be read here: only what these arguments say of the final state is asked.
+    # Not checked, since no data can be read here: only what these arguments say of the other results is asked.
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
-    options = (gate, lower_bound, scale or 0.0, True, qk_l2norm, beta_is_logit, allow_neg_eigval, state_layout)
-    inputs = Inputs(*_arguments(tensors, options))
-    return o, q.new_empty(inputs.state_shape, dtype=inputs.state_dtype)
+    flags = (qk_l2norm, beta_is_logit, allow_neg_eigval, state_layout, recompute)
+    inputs = Inputs(*_arguments(tensors, (gate, lower_bound, scale or 0.0, True, *flags)))
+    kept = q.new_empty(_kept_bytes(inputs, backend), dtype=torch.uint8)
+    state = q.new_empty(inputs.state_shape, dtype=inputs.state_dtype) if output_final_state else q.new_empty(0)
+    return o, state, kept
 
 
 @torch.library.custom_op("flash_kda::backward", mutates_args=())
 def backward(
     do: Tensor,
     dS: Tensor,
+    kept: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -125,11 +138,15 @@ def backward(
     state_layout: str,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of :func:`forward` for its first eight tensors, empty for those that are absent."""
+    """Gradients of :func:`forward` for its first eight tensors, empty for those that are absent.
+
+    Args:
+        dS: empty for zero. kept: the forward's.
+    """
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
     options = (gate, lower_bound, scale, output_final_state, qk_l2norm, beta_is_logit, allow_neg_eigval, state_layout)
     inputs = check(*_arguments(tensors, options))
-    found = dispatch.gradients(inputs, backend, do, dS if output_final_state else None)
+    found = dispatch.gradients(inputs, backend, do, dS if dS.numel() else None, kept if kept.numel() else None)
     sources = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     # An operator's results share no memory with its arguments.
     a, b, c, d, e, f, h, s = (
@@ -147,6 +164,7 @@ def _dense(x: Tensor, like: Tensor) -> Tensor:
 def _(
     do: Tensor,
     dS: Tensor,
+    kept: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -168,15 +186,19 @@ def _(
 TENSORS = 9
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:TENSORS])
-    ctx.options = inputs[TENSORS:]
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    # Otherwise there would be zeros for what is kept, too.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:TENSORS], output[2])
+    *ctx.options, _ = inputs[TENSORS:]
 
 
-def _gradients(ctx: Any, do: Tensor, dS: Tensor) -> tuple[Tensor | None, ...]:
-    tensors = ctx.saved_tensors
-    found = backward(do, dS, *tensors, *ctx.options)
-    return *(None if x is None else d for d, x in zip(found, tensors, strict=False)), *[None] * (len(ctx.options) + 1)
+def _gradients(ctx: Any, do: Tensor | None, dS: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    *tensors, kept = ctx.saved_tensors
+    v = tensors[2]
+    do = torch.zeros(v.shape, dtype=v.dtype, device=v.device) if do is None else do
+    found = backward(do, v.new_empty(0) if dS is None else dS, kept, *tensors, *ctx.options)
+    return *(None if x is None else d for d, x in zip(found, tensors, strict=False)), *[None] * (len(ctx.options) + 2)
 
 
 forward.register_autograd(_gradients, setup_context=_keep)
@@ -207,11 +229,14 @@ def traced(
     beta_is_logit: bool,
     allow_neg_eigval: bool,
     state_layout: StateLayout,
+    recompute: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor | None]:
     """A call of :func:`flash_kda.kda` as one node; its arguments are checked when the node runs."""
     A_log, dt_bias, kind, lower_bound = gate_arguments(gate)
-    o, state = forward(
+    given = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    o, state, _ = forward(
         q,
         k,
         v,
@@ -230,5 +255,6 @@ def traced(
         allow_neg_eigval,
         state_layout,
         backend,
+        recompute if wanted else True,
     )
     return o, state if output_final_state else None

@@ -132,13 +132,11 @@ class Layout(NamedTuple):
 class Signature:
     """All of a call but the data of its tensors, before anything is checked. Equal signatures are one object.
 
-    What follows from a signature alone (whether the arguments are right, the problem, the launches) is worked out once
-    and kept for it: in a call that repeats a signature nothing of that takes time.
+    What follows from it alone (whether the arguments are right, the problem, the launches) is worked out once for all.
 
     Attributes:
         gate: type of the gate. lower_bound: the gate's, None where it has none.
-        layouts: of the tensors, by the names of the arguments. What is no tensor is told by its type: NoneType if it is
-            absent.
+        layouts: of the tensors, by the names of the arguments. What is no tensor is told by its type, maybe NoneType.
     """
 
     gate: type
@@ -149,6 +147,7 @@ class Signature:
     beta_is_logit: bool
     allow_neg_eigval: bool
     state_layout: StateLayout
+    recompute: bool
     layouts: Mapping[str, Layout | type]
 
     @staticmethod
@@ -167,13 +166,14 @@ class Signature:
         beta_is_logit: bool,
         allow_neg_eigval: bool,
         state_layout: StateLayout,
+        recompute: bool = True,
     ) -> Signature:
         """The signature of a call of :func:`flash_kda.kda` with these arguments, whatever they are."""
         A_log, dt_bias = getattr(gate, "A_log", None), getattr(gate, "dt_bias", None)
         tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
         arguments: Any = (
             *(type(gate), getattr(gate, "lower_bound", None), scale, output_final_state),
-            *(qk_l2norm, beta_is_logit, allow_neg_eigval, state_layout),
+            *(qk_l2norm, beta_is_logit, allow_neg_eigval, state_layout, recompute),
             *[(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in tensors],
         )
         try:
@@ -274,6 +274,7 @@ class _Arguments(NamedTuple):
     beta_is_logit: bool
     allow_neg_eigval: bool
     state_layout: StateLayout
+    recompute: bool = True
 
 
 class Inputs(_Arguments):

@@ -15,8 +15,7 @@ from compiling import H200
 from interpreted_backward import NAMES, Found
 from torch import Tensor
 
-from flash_kda.backends.triton.config import CHUNK, Device, configure
-from flash_kda.backends.triton.forward import slots
+from flash_kda.backends.triton.config import CHUNK, Device, configure, slots
 from flash_kda.reference import Chunk, kda_chunk
 from flash_kda.types import gate_parameters
 
@@ -77,12 +76,12 @@ class Backward:
     def launches(self, dS: Tensor | None) -> tuple[dict[str, tuple[int, torch.dtype]], dict[str, object]]:
         """Scratch memory, and the launches by the names of their kernels."""
         from flash_kda.backends.hopper.backward import describe
-        from flash_kda.backends.triton.backward import kept
+        from flash_kda.backends.triton.backward import left_for_chunks
 
         of_dS = None if dS is None else (dS.dtype, dS.stride())
         (tiles, first), (_, second) = describe(self.signature, self.config, self.device, of_dS)
         found = {x.kernel.__name__: x for x in (*first, *second)}
-        return {**tiles, **kept(self.problem, self.config)}, found
+        return {**tiles, **left_for_chunks(self.problem, self.config)}, found
 
     def prepare(self) -> Tensors:
         """The tiles, squares and decays of every chunk, and which of them no anchor serves."""

@@ -6,8 +6,8 @@ See ``interpreted``, whose rules hold here too: a process of its own, float32 th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -147,16 +147,135 @@ def forgotten() -> None:
     check(call | {"g": g})
 
 
-def on_the_tape() -> None:
-    """The differentiable function: dtypes, what wants no gradient, a second backward, and no second derivative."""
-    from flash_kda.backends.triton import autograd, backward, forward
+@contextmanager
+def on_an_h200() -> Iterator[None]:
+    """The tensors' device, the CPU, is the current one and has the facts of an H200."""
+    from flash_kda.backends.triton import backward, forward
 
     facts = {"device_facts": lambda index: H200}
     here = mock.patch.multiple(torch.cuda, current_device=lambda: None, device=lambda _: nullcontext())
-    call = Case(lengths=(33, 0, 5), HV=4, tail=2, dt_bias="flat", layout="kv").build()
+    with here, mock.patch.multiple(forward, **facts), mock.patch.multiple(backward, **facts):
+        yield
+
+
+def kept(case: Case, *, rows: tuple[int, int] | None = None, prepares: bool = False) -> None:
+    """What the forward prepared serves two backward calls, which have the bits of one that prepares again.
+
+    Args:
+        rows: of a round of the forward and of the backward, at most. prepares: whether the backward does so again.
+    """
+    from flash_kda.backends.triton import backward, config, forward
+    from flash_kda.backends.triton import prepare as module
+
+    call = case.build()
+    do, dS = seeds(call)
+    want = run(call, do, dS)
+    inputs = inputs_of(call | {"recompute": False})
+    most = rows or (forward.MOST_ROWS, backward.MOST_ROWS)
+    small = {"H200": H200 if rows is None else replace(H200, multiprocessors=2)}
+    with (
+        mock.patch.dict(globals(), small),
+        on_an_h200(),
+        mock.patch.object(forward, "MOST_ROWS", most[0]),
+        mock.patch.object(backward, "MOST_ROWS", most[1]),
+        mock.patch.object(module, "_chunk", wraps=module._chunk) as prepared,
+    ):
+        o, S, memory = forward.forward_of_gradients(inputs)
+        assert memory is not None
+        assert memory.nbytes == config.kept_bytes(inputs.signature.problem)
+        by_forward = prepared.call_count
+        found = [backward.backward(inputs, do, dS, memory) for _ in range(2)]
+        assert (prepared.call_count > by_forward) == prepares, "not prepared again" if prepares else "prepared again"
+        for name, a, b in zip(("o", "state"), (o, S), forward.forward(inputs, None, None), strict=True):
+            if case.logit:  # otherwise beta may be less than the backward allows
+                assert_same_bits(a, b, name)
+        assert forward.forward_of_gradients(inputs.replace(recompute=True))[2] is None
+    for gradients in found:
+        for name, x in zip(NAMES, gradients, strict=True):
+            if x is not None and rows and case.B > 1 and name in ("A_log", "dt_bias"):
+                torch.testing.assert_close(x, want[name].view_as(x), rtol=1e-5, atol=1e-6)
+            elif x is not None:
+                assert_same_bits(x, want[name].view_as(x), f"d{name}")
+
+
+def kept_without_write() -> None:
+    """Beta of exactly zero counts for what the backward takes it for, in the forward too."""
+    from flash_kda.backends.triton import backward, forward
+
+    call = Case(logit=False, T=40, H=1).build()
+    call["beta"][:, ::3] = 0.0
+    do, dS = seeds(call)
+    want = run(call, do, dS)
+    with on_an_h200():
+        inputs = inputs_of(call | {"recompute": False})
+        o, S, memory = forward.forward_of_gradients(inputs)
+        found = backward.backward(inputs, do, dS, memory)
+        for x, y in zip((o, S), forward.forward(inputs, None, None), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
+    for name, x in zip(NAMES, found, strict=True):
+        if x is not None:
+            assert_same_bits(x, want[name].view_as(x), f"d{name}")
+
+
+def kept_under_checkpointing(reentrant: bool) -> None:
+    """What is made again for the backward prepares, and the backward does not; the bits are those without any of it."""
+    from torch.utils.checkpoint import checkpoint
+
+    from flash_kda.backends.triton import autograd
+    from flash_kda.backends.triton import prepare as module
+
+    call = Case(lengths=(33, 0, 5), HV=4, tail=2).build()
+    do, dS = seeds(call)
+    want = run(call, do, dS)
+    taped, found = leaves(call | {"recompute": False})
+
+    def forward(*tensors: Tensor) -> tuple[Tensor, Tensor | None]:
+        return autograd.run_with_grad(inputs_of(taped | dict(zip(TENSORS, tensors, strict=True))))
+
+    given = [taped[name] for name in TENSORS]
+    with on_an_h200(), mock.patch.object(module, "_chunk", wraps=module._chunk) as prepared:
+        o, S = checkpoint(forward, *given, use_reentrant=reentrant, preserve_rng_state=False)
+        once = prepared.call_count
+        torch.autograd.backward([o, S], [do, dS])
+    assert prepared.call_count == 2 * once, f"{prepared.call_count} chunks prepared, {once} by the forward"
+    for name, x in found.items():
+        assert x.grad is not None
+        assert_same_bits(x.grad, want[name].view_as(x), f"d{name}")
+
+
+def kept_elsewhere() -> None:
+    """Saved tensors that are taken away and come back as others: what is kept is one of them."""
+    from flash_kda.backends.triton import autograd
+
+    call = Case(T=40, gate="softplus").build()
+    do, dS = seeds(call)
+    want = run(call, do, dS)
+    taped, found = leaves(call | {"recompute": False})
+    dtypes = []
+
+    def pack(x: Tensor) -> Tensor:
+        dtypes.append(x.dtype)
+        return x.clone()
+
+    with on_an_h200():
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x.clone()):
+            o, S = autograd.run_with_grad(inputs_of(taped))
+        assert dtypes.count(torch.uint8) == 1
+        assert S is not None
+        for _ in range(2):
+            grads = torch.autograd.grad([o, S], list(found.values()), [do, dS], retain_graph=True)
+            for name, x in zip(found, grads, strict=True):
+                assert_same_bits(x, want[name].view_as(x), f"d{name}")
+
+
+def on_the_tape(recompute: bool) -> None:
+    """The differentiable function: dtypes, what wants no gradient, a second backward, and no second derivative."""
+    from flash_kda.backends.triton import autograd
+
+    call = Case(lengths=(33, 0, 5), HV=4, tail=2, dt_bias="flat", layout="kv").build() | {"recompute": recompute}
     do, dS = seeds(call)
     want = expected(call, do, dS)
-    with here, mock.patch.multiple(forward, **facts), mock.patch.multiple(backward, **facts):
+    with on_an_h200():
         taped, found = leaves(call)
         o, S = autograd.run_with_grad(inputs_of(taped))
         assert S is not None
@@ -182,24 +301,20 @@ def on_the_tape() -> None:
         assert_same_bits(got, torch.full_like(S, 0.5), "dinitial_state without tokens")
 
 
-def known_form(case: Case) -> None:
+def known_form(case: Case, recompute: bool = True) -> None:
     """The second call of a form, of other tensors, and a third: not checked again, the bits of checked ones."""
     import flash_kda
     from flash_kda import api
     from flash_kda.backends import triton as backend
-    from flash_kda.backends.triton import autograd, backward, forward
+    from flash_kda.backends.triton import autograd
 
-    facts = {"device_facts": lambda index: H200}
-    here = mock.patch.multiple(torch.cuda, current_device=lambda: None, device=lambda _: nullcontext())
     with (
-        here,
-        mock.patch.multiple(forward, **facts),
-        mock.patch.multiple(backward, **facts),
+        on_an_h200(),
         mock.patch.object(backend, "supports", return_value=None),
         mock.patch.object(api, "check", wraps=api.check) as checked,
     ):
         for seed in (0, 1, 0):
-            call = case.but(seed=seed).build()
+            call = case.but(seed=seed).build() | {"recompute": recompute}
             do, dS = seeds(call)
             taped, found = leaves(call)
             seen = []
@@ -340,6 +455,11 @@ _HALF = (
     Case(T=128, H=1, K=60, V=64, dtype="float16"),
     Case(T=128, H=1, K=64, V=64, dtype="bfloat16", logit=False),
 )
+_KEPT = (
+    Case(B=2, T=40, H=1, HV=2, K=20, V=40, dt_bias="flat"),
+    Case(lengths=(33, 0, 5), tail=40, gate="softplus", layout="kv"),
+    Case(T=70, gate="log", strength="hostile", initial=False, neg=True),
+)
 # Two blocks of channels, too.
 HARD = (*HARD_CHUNKS[1:], (Case(gate="log", T=128, H=1, HV=2, K=70, V=16), "all", 3))
 CASES: dict[str, Callable[[], None]] = {
@@ -348,12 +468,22 @@ CASES: dict[str, Callable[[], None]] = {
     "collinear": collinear,
     "forgotten": forgotten,
     "no write": no_write,
-    "on the tape": on_the_tape,
+    "on the tape": partial(on_the_tape, True),
+    "on the tape, kept": partial(on_the_tape, False),
     **{f"half {case}": partial(half, case) for case in _HALF},
     "strided": strided,
     "output alone": output_alone,
     "known form": partial(known_form, Case(T=40, HV=4, dt_bias="flat")),
     "known form, packed": partial(known_form, Case(lengths=(33, 0, 5), tail=2, gate="log", layout="kv")),
+    "known form, kept": partial(known_form, Case(lengths=(33, 0, 5), tail=2, HV=4, gate="log"), False),
+    **{f"kept {case}": partial(kept, case) for case in _KEPT},
+    "kept without write": kept_without_write,
+    "kept elsewhere": kept_elsewhere,
+    **{f"kept, checkpointing {x}": partial(kept_under_checkpointing, x == "reentrant") for x in ("hooks", "reentrant")},
+    "kept in parts, batch": partial(kept, Case(B=3, T=20, H=1, HV=2, gate="log", strength="hostile"), rows=(80, 40)),
+    "kept in parts, heads": partial(
+        kept, Case(lengths=(30, 0, 17), tail=3, H=5, gate="log"), rows=(250, 40), prepares=True
+    ),
     "in parts, batch": partial(in_parts, Case(B=3, T=20, H=1, HV=2, gate="softplus"), 3),
     "in parts, batch and heads": partial(in_parts, Case(B=2, T=40, H=2, HV=4, dt_bias="flat", layout="kv"), 4),
     "in parts, heads": partial(in_parts, Case(lengths=(30, 0, 17), tail=3, H=5, gate="log"), 5),

@@ -13,6 +13,7 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
+import flash_kda
 from flash_kda import cli
 from flash_kda.bench import commands, harness, measuring, peers, report, shapes, train
 
@@ -71,6 +72,28 @@ def test_rows(without_gpu: list[str]) -> None:
     assert cells[0][3].startswith("2.500 (")
 
 
+def test_rows_without_recomputation(without_gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside those with it, told apart by their work; the calls are told."""
+    asked: list[bool] = []
+    kda = flash_kda.kda
+
+    def watched(*, recompute: bool, **arguments: Any) -> Any:
+        asked.append(recompute)
+        return kda(**arguments, recompute=recompute)
+
+    monkeypatch.setattr(flash_kda, "kda", watched)
+    options = train.Options(("1x8192-h32",), backends=("cpu",), peers=(), no_recompute=True)
+    rows = train.run(options, without_gpu.append, lambda rows: None)
+    assert [row["work"] for row in rows] == [peers.ALL_INSIDE, peers.NO_RECOMPUTE]
+    assert [report.label(row) for row in rows] == ["flash_kda cpu", "flash_kda cpu, kept"]
+    assert len({tuple(row.get(name) for name in report.KEY) for row in rows}) == 2
+    assert asked == [True] * (len(asked) // 2) + [False] * (len(asked) // 2)
+    assert asked
+    columns, cells = report.summary(rows)
+    assert columns == ("case", "gates", "floor", "flash_kda cpu", "flash_kda cpu, kept")
+    assert all(cell.startswith("2.500 (") for cell in cells[0][3:])
+
+
 def test_what_cannot_run_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="not triton"):
         train.refuse_untrainable(train.Options(("1x8192-h32",), backends=("cpu",)), "cuda")
@@ -94,6 +117,11 @@ def test_command(tmp_path: Path, without_gpu: list[str], monkeypatch: pytest.Mon
     assert [(row["case"], row["gates"]) for row in rows] == [("1x8192-h32", "softplus")]
     assert invoke("--no-peers", "--append").exit_code == 0
     assert len(report.read(path)[1]) == 1 + len(shapes.cases("train"))
+    assert invoke("--case", "1x8192-h32", "--no-peers", "--no-recompute", "--append").exit_code == 0
+    meta, rows = report.read(path)
+    assert meta["command"].endswith(" && flash-kda bench train --case 1x8192-h32 --no-peers --no-recompute --append")
+    assert [row["gates"] for row in rows if row["work"] == peers.NO_RECOMPUTE] == ["strong"]
+    assert len(rows) == 2 + len(shapes.cases("train"))
 
 
 def test_command_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,10 +139,9 @@ def test_command_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_training_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     case = shapes.Case("1x512-h2", "train", (512,), 2)
     monkeypatch.setattr(shapes, "CASES", (case,))
-    rows = train.run(
-        train.Options((case.name,), shapes.GATES, ("triton",), peers=(), repeats=3), print, lambda rows: None
-    )
-    assert len(rows) == 3
+    options = train.Options((case.name,), shapes.GATES, ("triton",), peers=(), repeats=3, no_recompute=True)
+    rows = train.run(options, print, lambda rows: None)
+    assert [row["work"] for row in rows] == [peers.ALL_INSIDE, peers.NO_RECOMPUTE] * 3
     for row in rows:
         assert row["backend"] == "triton"
         assert row["output_error"] < 6e-3

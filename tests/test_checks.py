@@ -54,7 +54,7 @@ WRONG_TYPE: tuple[tuple[dict[str, Any], str], ...] = (
     ({"scale": [1.0]}, "scale: got [1.0], expected"),
     *(
         ({name: value}, f"{name}: got {value!r}, expected True or False")
-        for name in ("output_final_state", "qk_l2norm", "beta_is_logit", "allow_neg_eigval")
+        for name in ("output_final_state", "qk_l2norm", "beta_is_logit", "allow_neg_eigval", "recompute")
         for value in (1, None, "yes")
     ),
 )

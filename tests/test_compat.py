@@ -377,6 +377,7 @@ def test_parameters_as_models_hold_them(name: str) -> None:
         {"safe_gate": True},
         {"safe_gate": True, "use_gate_in_kernel": False},
         {"disable_recompute": True},
+        {"disable_recompute": False},
         {"chunk_size": 32},
         {"cu_seqlens_cpu": torch.tensor([0, 1, 70])},
         {"return_intermediate_states": False, "cp_context": None, "use_graph": False, "max_num_seqs": None},
@@ -388,6 +389,12 @@ def test_arguments_without_effect(changes: dict[str, Any]) -> None:
     if not changes.get("use_gate_in_kernel", True):
         call |= {"gate": flash_kda.LogGate(), "g": -call["g"].abs()}
     same("chunk", as_fla(call) | changes, call)
+
+
+def test_disable_recompute_is_told() -> None:
+    call = SMALL.build()
+    for changes, recompute in (({}, True), ({"disable_recompute": False}, True), ({"disable_recompute": True}, False)):
+        assert inspect.unwrap(compat.chunk_kda)(**as_fla(call) | changes).recompute == recompute
 
 
 @functions

@@ -78,7 +78,8 @@ def test_the_operator_keeps_its_contract() -> None:
             (*rows, call["initial_state"], None, *options),
             test_utils=("test_schema", "test_faketensor"),
         )
-        grads = (torch.ones_like(call["v"]), torch.ones_like(call["initial_state"]) if final else torch.empty(0))
+        dS = torch.ones_like(call["initial_state"]) if final else torch.empty(0)
+        grads = (torch.ones_like(call["v"]), dS, torch.empty(0, dtype=torch.uint8))
         torch.library.opcheck(
             torch.ops.flash_kda.backward.default,
             (*grads, *rows, call["initial_state"], None, *options),

@@ -80,6 +80,7 @@ def other_forms() -> list[Any]:
         "qk_l2norm": {"qk_l2norm": False},
         "beta_is_logit": {"beta_is_logit": False},
         "allow_neg_eigval": {"allow_neg_eigval": True},
+        "recompute": {"recompute": False},
         "bound": {"gate": flash_kda.LowerBoundGate(gate.A_log, gate.dt_bias, -4.0)},
         "no amplitude": {"gate": flash_kda.LowerBoundGate(None, gate.dt_bias)},
         "no bias": {"gate": flash_kda.LowerBoundGate(gate.A_log, None)},
@@ -162,6 +163,7 @@ WRONG: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ({"qk_l2norm": 1}, TypeError, "qk_l2norm: got 1"),
     ({"beta_is_logit": 1.0}, TypeError, "beta_is_logit: got 1.0"),
     ({"allow_neg_eigval": 0}, TypeError, "allow_neg_eigval: got 0"),
+    ({"recompute": 0}, TypeError, "recompute: got 0, expected True or False"),
     ({"state_layout": ["vk"]}, ValueError, "state_layout: got"),
     ({"backend": "gpu"}, ValueError, "backend: got 'gpu'"),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -38,10 +39,11 @@ def described(problem: Problem) -> tuple[Dtypes, list[Any]]:
     inputs = compiling.meta_inputs(problem)
     inputs = inputs.replace(g=inputs.g.to(inputs.q.dtype))
     dS = torch.empty(inputs.state_shape, dtype=inputs.state_dtype, device="meta")
-    planner = mock.Mock(return_value=(mock.Mock(), mock.Mock()))
+    planner = mock.Mock(return_value=portable.Plans(mock.Mock(), mock.Mock(), mock.Mock()))
     with mock.patch.object(portable, "device_facts", return_value=H200):
-        portable.compute(inputs, torch.empty_like(inputs.v), dS, planner)
-    (call, of_dS), halves = planner.call_args.args, planner.return_value
+        portable.compute(inputs, torch.empty_like(inputs.v), dS, planner=planner)
+    (call, of_dS), plans = planner.call_args.args, planner.return_value
+    halves = (plans.walk, plans.finish)
     dtypes: Dtypes = {}
     found: list[Any] = []
     both = backward.describe(call, configure(problem, H200), H200, of_dS)
@@ -135,7 +137,8 @@ def jitted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Jitted]:
             found[key] = Jitted.in_place(monkeypatch, module, name)
             if count := sum(x.startswith("d_") for x in found[key].arg_names):
                 found[key].compile = partial(Described, count)
-    monkeypatch.setattr(portable, "prepare", found["prepare"])
+    for module in (portable, forward):
+        monkeypatch.setattr(module, "prepare", found["prepare"])
     launch.driver.active.utils = SimpleNamespace(fill_tma_descriptor=lambda *arguments: ("descriptor", arguments[0]))
     monkeypatch.setattr(hopper, "supports", lambda problem: None)
     for module in (forward, backward, portable, portable_forward):
@@ -143,14 +146,19 @@ def jitted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Jitted]:
     return found
 
 
+def launched_by(jitted: dict[str, Jitted], run: Callable[[], Any]) -> tuple[list[str], Any]:
+    """The kernels that something launched, and what it returned."""
+    before = {name: len(f.by_triton) + len(f.direct) for name, f in jitted.items()}
+    found = run()
+    return [name for name, f in jitted.items() if len(f.by_triton) + len(f.direct) > before[name]], found
+
+
 def launched(jitted: dict[str, Jitted], call: Call) -> list[str]:
     """The kernels that the backward of a call launched."""
     from flash_kda.backends.hopper.backward import backward
 
-    before = {name: len(f.by_triton) + len(f.direct) for name, f in jitted.items()}
     inputs = inputs_of(call)
-    backward(inputs, torch.ones_like(inputs.v), None)
-    return [name for name, f in jitted.items() if len(f.by_triton) + len(f.direct) > before[name]]
+    return launched_by(jitted, lambda: backward(inputs, torch.ones_like(inputs.v), None))[0]
 
 
 PLAIN = Case(T=200, H=2, K=128, V=128, dtype="bfloat16", g_dtype="bfloat16")
@@ -183,11 +191,60 @@ def test_alignment_chooses_the_kernels(name: str, jitted: dict[str, Jitted]) -> 
     do = torch.ones_like(call["v"])
     given = call | ({name: shifted(call[name])} if name != "do" else {})
     for _ in range(2):
-        before = {kernel: len(f.by_triton) + len(f.direct) for kernel, f in jitted.items()}
-        backward(inputs_of(given), shifted(do) if name == "do" else do, None)
-        ran = [kernel for kernel, f in jitted.items() if len(f.by_triton) + len(f.direct) > before[kernel]]
+        ran, _ = launched_by(jitted, lambda: backward(inputs_of(given), shifted(do) if name == "do" else do, None))
         last = "gradient" if name == "v" else "portable chunk_gradient"
         assert ran == sorted(["prepare", "portable walks", last], key=list(jitted).index)
+
+
+@pytest.mark.parametrize("gate", ["lower_bound", "softplus"])
+def test_what_is_kept_is_walked_over(gate: str, jitted: dict[str, Jitted]) -> None:
+    """The forward prepares into what it keeps; the backward does not prepare, and walks over that."""
+    from flash_kda.backends.hopper.backward import backward
+    from flash_kda.backends.hopper.forward import forward_of_gradients
+
+    prepares = ["prepare_warp"] if gate == "lower_bound" else ["prepare_warp", "prepare"]
+    finishes = ["gradient"] if gate == "lower_bound" else ["gradient", "portable chunk_gradient"]
+    for seed in range(3):
+        inputs = inputs_of(PLAIN.but(seed=seed, gate=gate).build() | {"recompute": False})
+        ran, (o, _, kept) = launched_by(jitted, lambda inputs=inputs: forward_of_gradients(inputs))
+        assert sorted(ran) == sorted([*prepares, "walk"])
+        arguments = (inputs, torch.ones_like(o), None, kept)
+        for _ in range(2):
+            assert sorted(launched_by(jitted, lambda x=arguments: backward(*x))[0]) == sorted(["walks", *finishes])
+    for name in ("prepare_warp", "walk", "walks"):
+        assert len(jitted[name].by_triton) == 1, "launched past Triton from the second call on"
+        passed = {x[-1] for x in jitted[name].direct[-1][1] if isinstance(x, tuple) and x[0] == "descriptor"}
+        assert kept.data_ptr() in passed, "the tiles, which come first"
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g"])
+def test_nothing_is_kept_of_what_is_not_aligned(name: str, jitted: dict[str, Jitted]) -> None:
+    """Other kernels prepare it, in another order of rows."""
+    from flash_kda.backends.hopper.forward import forward_of_gradients
+
+    call = PLAIN.build() | {"recompute": False}
+    for _ in range(2):
+        ran, (_, _, kept) = launched_by(
+            jitted, lambda: forward_of_gradients(inputs_of(call | {name: shifted(call[name])}))
+        )
+        assert ran == ["prepare", "recurrence"]
+        assert kept is None
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "do", "scale"])
+def test_what_is_kept_is_for_its_own_kernels(name: str, jitted: dict[str, Jitted]) -> None:
+    """Where the backward's tensors are not aligned, or its kernels cannot divide by the scale, it prepares again."""
+    from flash_kda.backends.hopper.backward import backward
+    from flash_kda.backends.hopper.forward import forward_of_gradients
+
+    call = PLAIN.but(scale=0.0 if name == "scale" else None).build() | {"recompute": False}
+    o, _, kept = forward_of_gradients(inputs_of(call))
+    assert kept is not None
+    do = torch.ones_like(o)
+    given = call | ({name: shifted(call[name])} if name in call and name != "scale" else {})
+    ran, _ = launched_by(jitted, lambda: backward(inputs_of(given), shifted(do) if name == "do" else do, None, kept))
+    assert set(ran) - {"gradient"} >= {"prepare", "portable walks"}
+    assert not {"prepare_warp", "walks"} & set(ran)
 
 
 # On a GPU.

@@ -95,7 +95,7 @@ def budget(build: ForwardBuild) -> int:
 
 def stage_bytes(c: Config) -> int:
     """One chunk in flight in the recurrence: three tiles, two squares, v and the decay."""
-    return (3 * c.C * c.BK + 2 * c.square_elements + c.C * c.BV) * c.element_bytes + 4 * c.BK
+    return (3 * c.C * c.BK + 2 * c.C * c.C * (2 if c.split else 1) + c.C * c.BV) * c.element_bytes + 4 * c.BK
 
 
 def shared_bytes(c: Config) -> int:

@@ -100,10 +100,11 @@ def described(problem: Problem, config: Config) -> tuple[Dtypes, list[Launch]]:
 
     inputs = compiling.meta_inputs(problem)
     dS = torch.empty(inputs.state_shape, dtype=inputs.state_dtype, device="meta")
-    planner = mock.Mock(return_value=(mock.Mock(), mock.Mock()))
+    planner = mock.Mock(return_value=backward.Plans(mock.Mock(), mock.Mock(), mock.Mock()))
     with mock.patch.object(backward, "device_facts", return_value=H200):
-        backward.compute(inputs, torch.empty_like(inputs.v), dS, planner)
-    (call, of_dS), halves = planner.call_args.args, planner.return_value
+        backward.compute(inputs, torch.empty_like(inputs.v), dS, planner=planner)
+    (call, of_dS), plans = planner.call_args.args, planner.return_value
+    halves = (plans.walk, plans.finish)
     dtypes: Dtypes = {}
     found: list[Launch] = []
     described = backward.describe_backward(call, config, of_dS)

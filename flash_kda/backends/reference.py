@@ -25,7 +25,18 @@ def runner(inputs: Inputs) -> None:
     """Nothing is kept for later calls."""
 
 
-def gradients(inputs: Inputs, do: Tensor, dS: Tensor | None) -> tuple[Tensor | None, ...]:
+def kept_bytes(problem: Problem) -> int:
+    """None: there is nothing that it would pay to keep."""
+    return 0
+
+
+def run_keeping(inputs: Inputs) -> tuple[Tensor, Tensor | None, None]:
+    """Off the tape; see ``dispatch.Backend``."""
+    with torch.no_grad():
+        return *run(inputs), None
+
+
+def gradients(inputs: Inputs, do: Tensor, dS: Tensor | None, kept: None = None) -> tuple[Tensor | None, ...]:
     """Off the tape; see ``dispatch.Backend``."""
     return gradients_by_tape(run, inputs, do, dS)
 

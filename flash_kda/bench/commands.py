@@ -131,6 +131,7 @@ def train(
     backends: Sequence[str],
     peers: Sequence[str],
     first_call: bool,
+    no_recompute: bool,
 ) -> int:
     """Measure forward and backward, write the rows and show them.
 
@@ -138,17 +139,18 @@ def train(
         out, append: as for :func:`prefill`.
         cases, gates, backends: names; none means all cases, strong gates and "auto".
         peers: names of ``flash_kda.bench.peers.PEERS``, maybe none. first_call: whether first calls are timed.
+        no_recompute: whether ours runs without recomputation, too.
     """
     given = [*(f"--case {name}" for name in cases), *(f"--gates {name}" for name in gates)]
     given += [f"--backend {name}" for name in backends]
     given += [f"--peer {name}" for name in peers] or ["--no-peers"]
-    given += ["--first-call"] if first_call else []
+    given += [flag for flag, on in (("--first-call", first_call), ("--no-recompute", no_recompute)) if on]
     names = chosen(cases, list(shapes.cases("train")), "--case")
     wanted = chosen(gates or ("strong",), shapes.GATES, "--gates")
     backends = chosen(backends or ["auto"], ["auto", *flash_kda.BACKENDS], "--backend")
     require_gpu("bench train", "There is no other use for its figures.")
     kinds = tuple(kind for kind in shapes.GATES if kind in wanted)
-    options = training.Options(names, kinds, backends, tuple(peers), first_call=first_call)
+    options = training.Options(names, kinds, backends, tuple(peers), first_call=first_call, no_recompute=no_recompute)
     return _measure("train", given, out, append, lambda keep: training.run(options, say, keep))
 
 

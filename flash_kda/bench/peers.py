@@ -23,6 +23,7 @@ from flash_kda.reference import decay
 from flash_kda.types import LowerBoundGate, gate_parameters, with_parameters
 
 ALL_INSIDE = "normalisation, gate and sigmoid inside"
+NO_RECOMPUTE = f"{ALL_INSIDE}, the preparation kept for the backward"
 CUDNN_PLAN = "kda_hopper_cuda"
 
 
@@ -78,9 +79,16 @@ class Ours(FromTheCall):
     """:func:`flash_kda.kda` on a backend."""
 
     backend: str = "auto"
+    recompute: bool = True
     impl: str = "flash_kda"
-    work: str = ALL_INSIDE
-    note: str = ""
+
+    @property
+    def work(self) -> str:
+        return ALL_INSIDE if self.recompute else NO_RECOMPUTE
+
+    @property
+    def note(self) -> str:
+        return "" if self.recompute else "with recompute=False"
 
     def available(self) -> str | None:
         return None
@@ -93,7 +101,7 @@ class Ours(FromTheCall):
         arguments = call.arguments()
 
         def run() -> tuple[Tensor, Tensor]:
-            o, state = flash_kda.kda(**arguments, backend=self.backend)
+            o, state = flash_kda.kda(**arguments, recompute=self.recompute, backend=self.backend)
             if state is None:
                 raise RuntimeError("no final state came back")
             return o, state
@@ -245,9 +253,13 @@ class Cudnn:
 PEERS: dict[str, tuple[Implementation, ...]] = {"fla": (Fla(),), "cudnn": (Cudnn(inside=True), Cudnn(inside=False))}
 
 
-def implementations(backends: Sequence[str], names: Sequence[str], say: Callable[[str], None]) -> list[Implementation]:
-    """Our backends and the peers of these names that this machine can run; ``say`` is told why another one cannot."""
-    found: list[Implementation] = [Ours(backend) for backend in backends]
+def implementations(
+    backends: Sequence[str], names: Sequence[str], say: Callable[[str], None], recompute: Sequence[bool] = (True,)
+) -> list[Implementation]:
+    """Our backends in these ways, and the peers of these names that this machine can run; ``say`` is told why another
+    one cannot.
+    """
+    found: list[Implementation] = [Ours(backend, way) for backend in backends for way in recompute]
     for peer in (peer for name in names for peer in PEERS[name]):
         if (why := peer.available()) is None:
             found.append(peer)
@@ -259,7 +271,7 @@ def implementations(backends: Sequence[str], names: Sequence[str], say: Callable
 def find(impl: str, work: str, backend: str) -> Implementation:
     """The implementation of a row of results."""
     if impl == "flash_kda":
-        return Ours(backend)
+        return Ours(backend, recompute=work != NO_RECOMPUTE)
     for peer in PEERS.get(impl, ()):
         if peer.work == work:
             return peer

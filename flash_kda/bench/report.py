@@ -134,7 +134,7 @@ def _scientific(x: float | None, digits: int = 1) -> str:
 def label(row: Row) -> str:
     """The name of a row's implementation in tables and pictures."""
     work = str(row.get("work", ""))
-    how = {"given": ", gates given", "in parts": ", in parts"}
+    how = {"given": ", gates given", "in parts": ", in parts", "kept": ", kept"}
     return f"{row['impl']} {row['backend']}{''.join(text for sign, text in how.items() if sign in work)}"
 
 

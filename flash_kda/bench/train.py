@@ -19,8 +19,8 @@ from flash_kda.types import Problem
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure: names of cases, gates, our backends and peers, timed calls of each kind, and whether first calls
-    are timed too, in processes of their own.
+    """What to measure: names of cases, gates, our backends and peers, timed calls of each kind, whether first calls
+    are timed too, in processes of their own, and whether ours runs without recomputation too.
     """
 
     cases: tuple[str, ...]
@@ -29,6 +29,7 @@ class Options:
     peers: tuple[str, ...] = tuple(peers.PEERS)
     repeats: int = 30
     first_call: bool = False
+    no_recompute: bool = False
 
 
 def step(implementation: peers.Implementation, call: shapes.Call) -> harness.Run:
@@ -75,7 +76,8 @@ def run(options: Options, say: Callable[[str], None], keep: Keep) -> list[Row]:
     """
     chosen = [shapes.cases("train")[name] for name in options.cases]
     refuse_untrainable(options, "cuda")
-    found = peers.implementations(options.backends, options.peers, say)
+    ways = (True, False) if options.no_recompute else (True,)
+    found = peers.implementations(options.backends, options.peers, say, ways)
 
     def measure(
         case: shapes.Case,

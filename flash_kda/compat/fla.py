@@ -7,9 +7,10 @@ How arguments map onto :func:`flash_kda.kda`:
   it g is the log decay (:class:`LogGate`), and ``A_log``, ``dt_bias`` and ``lower_bound`` are not read.
 - ``use_qk_l2norm_in_kernel``, ``use_beta_sigmoid_in_kernel``: ``qk_l2norm``, ``beta_is_logit``.
 - ``state_v_first`` and its old name ``transpose_state_layout``: ``state_layout="vk"``, otherwise ``"kv"``.
-- ``safe_gate``, ``disable_recompute``, ``chunk_size`` and ``cu_seqlens_cpu`` choose between ways to the same result in
-  FLA. Here there is one way: it is exact for any gate and needs no host copy of ``cu_seqlens``. They are accepted, and
-  the first and third are checked as FLA checks them.
+- ``disable_recompute``: ``recompute=False``.
+- ``safe_gate``, ``chunk_size`` and ``cu_seqlens_cpu`` choose between ways to the same result in FLA. Here there is one
+  way: it is exact for any gate and needs no host copy of ``cu_seqlens``. They are accepted, and the first two are
+  checked as FLA checks them.
 
 What is not implemented is refused by name, and so is every keyword that FLA does not have.
 """
@@ -122,6 +123,7 @@ def chunk_kda(
         beta_is_logit=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
         v_first=_v_first(state_v_first, transpose_state_layout),
+        recompute=not disable_recompute,
     )
 
 

@@ -56,12 +56,12 @@ class DeltaRule(nn.Module):
     """:func:`flash_kda.kda` as a module without parameters, so that a forward hook sees q, k, v, g and beta.
 
     Args:
-        allow_neg_eigval, backend: as for :func:`flash_kda.kda`.
+        allow_neg_eigval, backend, recompute: as for :func:`flash_kda.kda`.
     """
 
-    def __init__(self, allow_neg_eigval: bool = False, backend: str = "auto") -> None:
+    def __init__(self, allow_neg_eigval: bool = False, backend: str = "auto", recompute: bool = True) -> None:
         super().__init__()
-        self.allow_neg_eigval, self.backend = allow_neg_eigval, backend
+        self.allow_neg_eigval, self.backend, self.recompute = allow_neg_eigval, backend, recompute
 
     def forward(
         self,
@@ -97,6 +97,7 @@ class DeltaRule(nn.Module):
             output_final_state=output_final_state,
             cu_seqlens=cu_seqlens,
             allow_neg_eigval=self.allow_neg_eigval,
+            recompute=self.recompute,
             backend=self.backend,
         )
 
@@ -134,7 +135,7 @@ class KimiDeltaAttention(nn.Module):
         conv_size: W.
         conv_bias: whether the convolutions have a bias.
         norm_eps: of ``o_norm``.
-        backend: as for :func:`flash_kda.kda`.
+        recompute, backend: as for :func:`flash_kda.kda`.
 
     Raises:
         ValueError: an argument is out of range; the message names it.
@@ -154,6 +155,7 @@ class KimiDeltaAttention(nn.Module):
         conv_size: int = 4,
         conv_bias: bool = False,
         norm_eps: float = 1e-5,
+        recompute: bool = True,
         backend: str = "auto",
     ) -> None:
         super().__init__()
@@ -185,7 +187,7 @@ class KimiDeltaAttention(nn.Module):
         A = torch.ones(HV) if lower_bound is not None else torch.empty(HV).uniform_(1, 16)
         self.A_log = nn.Parameter(A.log())
         self.dt_bias = nn.Parameter(_initial_dt_bias(gate_dim))
-        self.delta_rule = DeltaRule(allow_neg_eigval, backend)
+        self.delta_rule = DeltaRule(allow_neg_eigval, backend, recompute)
         self.o_norm = GatedRMSNorm(V, norm_eps)
         self.o_proj = nn.Linear(value_dim, hidden_size, bias=False)
 

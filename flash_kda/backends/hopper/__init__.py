@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from flash_kda.backends.reference import deliver
+from flash_kda.backends.triton import kept_bytes as triton_kept_bytes
 from flash_kda.backends.triton import supports as triton_supports
 from flash_kda.backends.triton.config import CHUNK
-from flash_kda.types import DecodeInputs, Inputs, Prefiller, PrefillInputs, Problem, Runner, StepInputs
+from flash_kda.types import DecodeInputs, Inputs, Maybe, Prefiller, PrefillInputs, Problem, Runner, StepInputs
 
 CAPABILITY = (9, 0)
 # Gluon is young: these are the versions that the kernels have run with.
@@ -55,7 +56,7 @@ def run(inputs: Inputs, out: Tensor | None = None, final_state: Tensor | None = 
     if inputs.problem.grad:
         from flash_kda.backends.triton.autograd import run_with_grad
 
-        return deliver(*run_with_grad(inputs, "hopper", _forward(), _backward()), out, final_state)
+        return deliver(*run_with_grad(inputs, "hopper", _forward_of_gradients(), _backward()), out, final_state)
     return _forward()(inputs, out, final_state)
 
 
@@ -68,7 +69,7 @@ def runner(inputs: Inputs) -> Runner | None:
         return plain
     from flash_kda.backends.triton.autograd import runner_with_grad
 
-    return runner_with_grad(inputs, "hopper", plain, _backward())
+    return runner_with_grad(inputs, "hopper", plain, _forward_of_gradients(), _backward())
 
 
 @cache
@@ -80,16 +81,34 @@ def _forward() -> Callable[[Inputs, Tensor | None, Tensor | None], tuple[Tensor,
 
 
 @cache
-def _backward() -> Callable[[Inputs, Tensor | None, Tensor | None], tuple[Tensor | None, ...]]:
+def _forward_of_gradients() -> Callable[[Inputs], tuple[Tensor, Maybe, Maybe]]:
+    from flash_kda.backends.hopper.forward import forward_of_gradients
+
+    return forward_of_gradients
+
+
+@cache
+def _backward() -> Callable[[Inputs, Maybe, Maybe, Maybe], tuple[Tensor | None, ...]]:
     from flash_kda.backends.hopper.backward import backward
 
     return backward
 
 
-def gradients(inputs: Inputs, do: Tensor, dS: Tensor | None) -> tuple[Tensor | None, ...]:
+def kept_bytes(problem: Problem) -> int:
+    """As of the Triton kernels; see ``dispatch.Backend``."""
+    return triton_kept_bytes(problem)
+
+
+def run_keeping(inputs: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Off the tape; see ``dispatch.Backend``."""
     with torch.no_grad():
-        return _backward()(inputs, do, dS)
+        return _forward_of_gradients()(inputs)
+
+
+def gradients(inputs: Inputs, do: Tensor, dS: Tensor | None, kept: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """Off the tape; see ``dispatch.Backend``."""
+    with torch.no_grad():
+        return _backward()(inputs, do, dS, kept)
 
 
 def run_decode(call: DecodeInputs) -> tuple[Tensor, None]:

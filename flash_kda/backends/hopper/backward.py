@@ -11,9 +11,9 @@ from flash_kda.backends.hopper.forward import decays_of, preparation, rows_of, s
 from flash_kda.backends.hopper.gradient import WARPS, gradient
 from flash_kda.backends.hopper.walks import walks
 from flash_kda.backends.triton import backward as portable
-from flash_kda.backends.triton.backward import CHUNKS, WALKS, Found, Half
-from flash_kda.backends.triton.config import Config, Device, configure
-from flash_kda.backends.triton.forward import Written, device_facts, scale_of, slots
+from flash_kda.backends.triton.backward import CHUNKS, WALKS, Found, Half, Plans
+from flash_kda.backends.triton.config import Config, Device, configure, slots
+from flash_kda.backends.triton.forward import Written, device_facts, scale_of
 from flash_kda.backends.triton.launch import Launch, Matrix, Plan
 from flash_kda.types import Inputs, Signature
 
@@ -65,18 +65,20 @@ def describe(call: Signature, config: Config, device: Device, of_dS: Written | N
 
 
 @lru_cache(maxsize=1024)
-def plan(call: Signature, of_dS: Written | None) -> tuple[Plan, Plan]:
+def plan(call: Signature, of_dS: Written | None) -> Plans:
     """See ``portable.plan``."""
     if abs(scale_of(call)) < LEAST_SCALE:
-        return portable.plan(call, of_dS)
+        # What this backend's forward prepared has its rows in another order.
+        return portable.plan(call, of_dS)._replace(walk_kept=None)
     device = device_facts(call.device.index)
     first, second = describe(call, configure(call.problem, device), device, of_dS)
-    return (
-        Plan(call.device, WALKS, *first, otherwise=lambda: portable.plan(call, of_dS)[0]),
-        Plan(call.device, CHUNKS, *second, otherwise=lambda: portable.plan(call, of_dS)[1]),
+    return Plans(
+        Plan(call.device, WALKS, *first, otherwise=lambda: portable.plan(call, of_dS).walk),
+        portable.plan_of_kept(call, *first),
+        Plan(call.device, CHUNKS, *second, otherwise=lambda: portable.plan(call, of_dS).finish),
     )
 
 
-def backward(inputs: Inputs, do: Tensor | None, dS: Tensor | None) -> Found:
+def backward(inputs: Inputs, do: Tensor | None, dS: Tensor | None, kept: Tensor | None = None) -> Found:
     """See ``portable.backward``."""
-    return portable.backward(inputs, do, dS, plan)
+    return portable.backward(inputs, do, dS, kept, plan)

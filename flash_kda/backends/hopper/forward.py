@@ -19,7 +19,7 @@ from flash_kda.backends.triton.forward import TENSORS, Written
 from flash_kda.backends.triton.launch import Launch, Matrix, Plan, Scratch
 from flash_kda.backends.triton.prepare import prepare
 from flash_kda.backends.triton.segments import scan_segments
-from flash_kda.types import Inputs, Layout, Runner, Signature
+from flash_kda.types import Inputs, Layout, Maybe, Runner, Signature
 
 # Value columns of a program of the scan over segments.
 SCAN_BV = 16
@@ -71,7 +71,7 @@ def prepared(call: Signature, portable: triton_config.Config) -> dict[str, Matri
 
 def _chunks(call: Signature, portable: triton_config.Config) -> int:
     p = call.problem
-    return triton_forward.slots(p, portable.C) * (p.HV or p.H)
+    return triton_config.slots(p, portable.C) * (p.HV or p.H)
 
 
 def decays_of(call: Signature, portable: triton_config.Config) -> Matrix:
@@ -90,22 +90,20 @@ def squares_of(call: Signature, portable: triton_config.Config, rows: int) -> Ma
 
 
 def describe(
-    call: Signature, config: HopperConfig, portable: triton_config.Config, out: Written, final: Written | None
+    call: Signature,
+    config: HopperConfig,
+    portable: triton_config.Config,
+    out: Written,
+    final: Written | None,
+    keeps: bool = False,
 ) -> tuple[Scratch, list[Launch]]:
     """Scratch memory, and launches in their order; see the same of the Triton backend, whose configuration is
     ``portable``. T and N are at least 1.
     """
     p = call.problem
-    K, C = p.K, portable.C
-    HV, N = p.HV or p.H, p.N or p.B
-    chunks = _chunks(call, portable)
-    scratch = {
-        "tiles": (chunks * 3 * C * K, torch.bfloat16),
-        "squares": (chunks * 2 * portable.square_elements, torch.bfloat16),
-        "decay": (chunks * K, torch.float32),
-        "hard": (0 if p.gate == "lower_bound" else chunks, torch.int8),
-        "maps": (0 if config.segment is None else segments(p, config.segment) * HV * 2 * K * K, torch.float32),
-    }
+    K, HV, N = p.K, p.HV or p.H, p.N or p.B
+    maps = 0 if config.segment is None else segments(p, config.segment) * HV * 2 * K * K
+    scratch = {**triton_config.workspace(p), "maps": (maps, torch.float32)}
     values = triton_forward.values(call, portable, out, final) | {
         "STAGES": config.stages,
         "PARTS": config.parts,
@@ -113,6 +111,8 @@ def describe(
         "MODE": WHOLE.value if config.segment is None else APPLY.value,
         "SCAN_BV": SCAN_BV,
     }
+    if keeps:
+        values["LEAST_BETA"] = triton_config.LEAST_BETA
     launches = preparation(call, portable, values, config.prepare_programs)
     walked = prepared(call, portable)
     options = {"num_warps": 4, "launch_pdl": OVERLAP}
@@ -129,17 +129,24 @@ def describe(
 
 
 @lru_cache(maxsize=1024)
-def plan(call: Signature, out: Written, final: Written | None) -> Plan:
-    """The plan of all calls with this signature and such results."""
+def plan(call: Signature, out: Written, final: Written | None, keeps: bool = False) -> Plan:
+    """The plan of all calls with this signature and such results; see ``triton_forward.Planner``."""
     device = triton_forward.device_facts(call.device.index)
     portable = triton_config.configure(call.problem, device)
-    described = describe(call, configure(call.problem, device), portable, out, final)
+    described = describe(call, configure(call.problem, device), portable, out, final, keeps)
+    if keeps:
+        return triton_forward.plan_that_keeps(call, *described)
     return Plan(call.device, TENSORS, *described, otherwise=lambda: triton_forward.plan(call, out, final))
 
 
 def forward(inputs: Inputs, out: Tensor | None, final: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Output ``[B, T, HV, V]`` in v's dtype and final state (None unless asked for), into the tensors given."""
     return triton_forward.forward(inputs, out, final, plan)
+
+
+def forward_of_gradients(inputs: Inputs) -> tuple[Tensor, Maybe, Maybe]:
+    """See the same of the Triton backend."""
+    return triton_forward.forward_of_gradients(inputs, plan)
 
 
 def runner(inputs: Inputs) -> Runner | None:

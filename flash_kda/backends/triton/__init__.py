@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flash_kda.backends.reference import deliver
 from flash_kda.backends.stepwise import no_gradient
+from flash_kda.backends.triton import config
 from flash_kda.types import (
     DecodeInputs,
     Decoder,
@@ -80,12 +81,25 @@ def _with_grad() -> Callable[[Inputs], tuple[Tensor, Tensor | None]]:
     return run_with_grad
 
 
-def gradients(inputs: Inputs, do: Tensor, dS: Tensor | None) -> tuple[Tensor | None, ...]:
+def kept_bytes(problem: Problem) -> int:
+    """Of the workspace between preparation and walks; see ``dispatch.Backend``."""
+    return config.kept_bytes(problem)
+
+
+def run_keeping(inputs: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Off the tape; see ``dispatch.Backend``."""
+    from flash_kda.backends.triton.forward import forward_of_gradients
+
+    with torch.no_grad():
+        return forward_of_gradients(inputs)
+
+
+def gradients(inputs: Inputs, do: Tensor, dS: Tensor | None, kept: Tensor | None = None) -> tuple[Tensor | None, ...]:
     """Off the tape; see ``dispatch.Backend``."""
     from flash_kda.backends.triton.backward import backward
 
     with torch.no_grad():
-        return backward(inputs, do, dS)
+        return backward(inputs, do, dS, kept)
 
 
 def run_decode(call: DecodeInputs) -> tuple[Tensor, Decoder]:

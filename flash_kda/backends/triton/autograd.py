@@ -1,4 +1,7 @@
-"""A forward on the GPU as a differentiable function: only the inputs are kept, everything else is made again."""
+"""A forward on the GPU as a differentiable function.
+
+Only the inputs are kept, and what was prepared of them unless the call is to recompute it; all else is made again.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from torch import Tensor
 from flash_kda.backends.once import first_derivatives
 from flash_kda.backends.triton.backward import Found
 from flash_kda.backends.triton.backward import backward as triton_backward
-from flash_kda.backends.triton.forward import forward as triton_forward
+from flash_kda.backends.triton.forward import forward_of_gradients as triton_forward
 from flash_kda.types import ForwardTensors, Inputs, Maybe, Runner, gate_parameters, with_parameters
 
-# Output and final states of a checked call, into the tensors given.
-Forward: TypeAlias = Callable[[Inputs, Tensor | None, Tensor | None], tuple[Tensor, Tensor | None]]
-# Gradients of a checked call from those of its results; see ``flash_kda.backends.triton.backward.backward``.
-Backward: TypeAlias = Callable[[Inputs, Tensor | None, Tensor | None], Found]
+# Output and final states of a checked call, and what is kept; see ``forward.forward_of_gradients``.
+Forward: TypeAlias = Callable[[Inputs], tuple[Tensor, Maybe, Maybe]]
+# Gradients of a checked call from those of its results, and from what was kept; see ``backward.backward``.
+Backward: TypeAlias = Callable[[Inputs, Maybe, Maybe, Maybe], Found]
 
 
 # In the order of :class:`TapedKDA`: q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens.
@@ -31,20 +34,23 @@ class TapedKDA(torch.autograd.Function):
     def forward(
         ctx: Any,
         backend: str,
-        forward: Callable[[Taped], tuple[Tensor, Tensor | None]],
-        backward: Callable[[Taped, Tensor | None, Tensor | None], Found],
+        forward: Callable[[Taped], tuple[Tensor, Maybe, Maybe]],
+        backward: Callable[[Taped, Maybe, Maybe, Maybe], Found],
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.backend, ctx.found = backend, backward
-        ctx.save_for_backward(*tensors)
-        return forward(tensors)
+        o, S, kept = forward(tensors)
+        # Saved as the inputs are: what looks after saved tensors, such as activation checkpointing, then has it, too.
+        ctx.save_for_backward(*tensors, kept)
+        return o, S
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dS: Tensor | None) -> tuple[Tensor | None, ...]:
-        tensors: Taped = ctx.saved_tensors
+        *saved, kept = ctx.saved_tensors
+        tensors: Taped = tuple(saved)
         with torch.no_grad():
-            grads = ctx.found(tensors, do, dS)
+            grads = ctx.found(tensors, do, dS, kept)
         wanted = ctx.needs_input_grad[3:]
         grads = tuple(d if want else None for d, want in zip(grads, wanted, strict=False))
         return None, None, None, *first_derivatives(ctx.backend, grads, (*tensors[:-1], do, dS)), None
@@ -74,14 +80,20 @@ def run_with_grad(
     tensors = (x.q, x.k, x.v, x.g, x.beta, *gate_parameters(x.gate), x.initial_state, x.cu_seqlens)
     o, S = TapedKDA.apply(
         backend,
-        lambda tensors: forward(with_tensors(call, tensors), None, None),
-        lambda tensors, do, dS: backward(with_tensors(call, tensors), do, dS),
+        lambda tensors: forward(with_tensors(call, tensors)),
+        lambda tensors, *given: backward(with_tensors(call, tensors), *given),
         *tensors,
     )
     return o, S
 
 
-def runner_with_grad(inputs: Inputs, backend: str, plain: Runner, backward: Backward = triton_backward) -> Runner:
+def runner_with_grad(
+    inputs: Inputs,
+    backend: str,
+    plain: Runner,
+    forward: Forward = triton_forward,
+    backward: Backward = triton_backward,
+) -> Runner:
     """:func:`run_with_grad` for all calls of this call's form.
 
     Args:
@@ -91,21 +103,26 @@ def runner_with_grad(inputs: Inputs, backend: str, plain: Runner, backward: Back
     bias = gate_parameters(inputs.gate)[1]
     bias_shape = None if bias is None else bias.shape
 
-    def forward(tensors: Taped) -> tuple[Tensor, Tensor | None]:
-        q, k, v, g, beta, A_log, dt_bias, S0, cu = cast(Any, tensors)
-        return plain((q, k, v, g, beta, S0, cu, None, None), A_log, dt_bias)
-
-    def back(tensors: Taped, do: Tensor | None, dS: Tensor | None) -> Found:
+    def checked(tensors: Taped) -> Inputs:
         given = with_tensors(call, tensors)
         # That of the form's first call: its own differs by strides of single entries at most.
         given.__dict__["signature"] = signature
-        return backward(given, do, dS)
+        return given
+
+    def ahead(tensors: Taped) -> tuple[Tensor, Maybe, Maybe]:
+        if not call.recompute:
+            return forward(checked(tensors))
+        q, k, v, g, beta, A_log, dt_bias, S0, cu = cast(Any, tensors)
+        return *plain((q, k, v, g, beta, S0, cu, None, None), A_log, dt_bias), None
+
+    def back(tensors: Taped, do: Maybe, dS: Maybe, kept: Maybe) -> Found:
+        return backward(checked(tensors), do, dS, kept)
 
     def run(tensors: ForwardTensors, A_log: Maybe, dt_bias: Maybe) -> tuple[Tensor, Maybe]:
         q, k, v, g, beta, S0, cu, _, _ = tensors
         if dt_bias is not None and bias_shape is not None and dt_bias.shape != bias_shape:
             dt_bias = dt_bias.reshape(bias_shape)
-        o, S = TapedKDA.apply(backend, forward, back, q, k, v, g, beta, A_log, dt_bias, S0, cu)
+        o, S = TapedKDA.apply(backend, ahead, back, q, k, v, g, beta, A_log, dt_bias, S0, cu)
         return o, S
 
     return run

@@ -1,24 +1,42 @@
 """One backward call on the GPU: the chunks prepared again, two walks, the chunks' gradients, sums over value heads.
 
-Only the inputs come from the forward. What the chunks need of each other, the state before and its gradient after each,
-is made here and lives as long as the call.
+Only the inputs come from the forward, and what it prepared if that was kept. What the chunks need of each other, the
+state before and its gradient after each, is made here and lives as long as the call.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from flash_kda.backends.triton.chunk_gradient import chunk_gradient, head_gradient
 from flash_kda.backends.triton.common import HARD
-from flash_kda.backends.triton.config import Config, configure
-from flash_kda.backends.triton.forward import Written, describe, device_facts, part_of, slots, turns_of_heads, values
+from flash_kda.backends.triton.config import (
+    LEAST_BETA,
+    MOST_GRADIENT_ROWS,
+    Config,
+    configure,
+    slots,
+    workspace,
+)
+from flash_kda.backends.triton.forward import (
+    Pieces,
+    Written,
+    copied_rows,
+    describe,
+    device_facts,
+    part_of,
+    pieces_of,
+    rows_of_pieces,
+    turns_of_heads,
+    values,
+)
 from flash_kda.backends.triton.launch import Launch, Plan, Scratch
 from flash_kda.backends.triton.prepare import prepare
 from flash_kda.backends.triton.walks import walks
@@ -29,12 +47,9 @@ from flash_kda.types import Inputs, Problem, Signature, gate_parameters
 _SHARED = ("q", "k", "g", "beta", "A_log", "dt_bias", "cu", "do", "dR", "states", "dstates", "U", "hard")
 WALKS = (*_SHARED, "v", "S0", "dS", "o", "dv", "dS0")
 CHUNKS = (*_SHARED, "dq", "dk", "dg", "dbeta", "dA_part", "dbias_part")
-# What stands for a smaller beta: far below what any gradient notices, and its square is a normal number.
-LEAST_BETA = 2.0**-30
 # Tokens that a program of the sums over value heads takes.
 ROWS = 16
-# Tokens x value heads whose states and tiles are in memory at a time: 1.7 GB of them at K = V = 128.
-MOST_ROWS = 2**19
+MOST_ROWS = MOST_GRADIENT_ROWS
 
 
 @dataclass(frozen=True)
@@ -74,14 +89,14 @@ def _tile(config: Config) -> torch.dtype:
     return torch.bfloat16 if config.split else torch.float32
 
 
-def kept(p: Problem, config: Config) -> Scratch:
-    """What the walks leave for the chunks; ``hard`` is the preparation's."""
+def left_for_chunks(p: Problem, config: Config) -> Scratch:
+    """What the walks leave for the chunks, and ``hard``, the preparation's."""
     chunks, tile = slots(p, config.C) * (p.HV or p.H), _tile(config)
     return {
         "states": (chunks * p.V * config.BK, tile),
         "dstates": (chunks * p.V * config.BK, tile),
         "U": (chunks * config.C * p.V, tile),
-        "hard": (0 if p.gate == "lower_bound" else chunks, torch.int8),
+        "hard": workspace(p)["hard"],
     }
 
 
@@ -97,7 +112,7 @@ def describe_backward(call: Signature, config: Config, of_dS: Written | None) ->
     out = (p.dtype, (p.T * HV * p.V, HV * p.V, p.V, 1))
     shape = (HV * p.K * p.V, p.K * p.V, *((p.K, 1) if call.state_layout == "vk" else (p.V, 1)))
     of_state = (p.state_dtype, shape)
-    scratch, launches = describe(call, config, out, of_state)
+    scratch, launches = describe(call, config, out, of_state, keeps=True)
     whole_rows = own.BC == BK and HV == p.H
     given = values(call, config, out, of_state) | {
         "LEAST_BETA": LEAST_BETA,
@@ -112,7 +127,7 @@ def describe_backward(call: Signature, config: Config, of_dS: Written | None) ->
         "WHOLE_ROWS": whole_rows,
         "STORE_DR": p.dtype != _tile(config),
     }
-    prepared = [replace(x, values={**x.values, "LEAST_BETA": LEAST_BETA}) for x in launches if x.kernel is prepare]
+    prepared = [x for x in launches if x.kernel is prepare]
     programs = 2 * N * HV * math.ceil(p.V / config.BV)
     first = [*prepared, Launch(walks, programs, given, {"num_warps": own.walk_warps})]
     second = []
@@ -127,45 +142,75 @@ def describe_backward(call: Signature, config: Config, of_dS: Written | None) ->
     return (tiles, first), ({"dq_part": (parts, torch.float32), "dk_part": (parts, torch.float32)}, second)
 
 
+class Plans(NamedTuple):
+    """Those of a backward call.
+
+    Attributes:
+        walk: prepares the chunks, and walks. finish: from the chunks on.
+        walk_kept: walks over what the forward prepared, which is passed after the other tensors; None if the
+            forward prepares for other kernels.
+    """
+
+    walk: Plan
+    walk_kept: Plan | None
+    finish: Plan
+
+
+def plan_of_kept(call: Signature, tiles: Scratch, launches: list[Launch]) -> Plan:
+    """The last of the launches up to the walks alone, which are the walks; no scratch memory is left to allocate."""
+    return Plan(call.device, (*WALKS, *tiles), {}, launches[-1:])
+
+
 @lru_cache(maxsize=1024)
-def plan(call: Signature, of_dS: Written | None) -> tuple[Plan, Plan]:
-    """The plans of both halves of all calls with this signature."""
+def plan(call: Signature, of_dS: Written | None) -> Plans:
+    """The plans of all calls with this signature."""
     config = configure(call.problem, device_facts(call.device.index))
     first, second = describe_backward(call, config, of_dS)
-    return Plan(call.device, WALKS, *first), Plan(call.device, CHUNKS, *second)
+    return Plans(Plan(call.device, WALKS, *first), plan_of_kept(call, *first), Plan(call.device, CHUNKS, *second))
 
 
 # A signature, and what the gradient of the final state is, to the plans of such calls.
-Planner: TypeAlias = Callable[[Signature, Written | None], tuple[Plan, Plan]]
+Planner: TypeAlias = Callable[[Signature, Written | None], Plans]
 
 
 # Of q, k, v, g, beta, A_log, dt_bias (both still float32) and the initial state.
 Found: TypeAlias = tuple[Tensor | None, ...]
 
 
-def compute(inputs: Inputs, do: Tensor, dS: Tensor | None, planner: Planner = plan) -> Found:
+def compute(
+    inputs: Inputs, do: Tensor, dS: Tensor | None, kept: Pieces | None = None, planner: Planner = plan
+) -> Found:
     """:func:`backward` on the current device in one round of launches, where T and N are at least 1."""
     x, p, device = inputs, inputs.signature.problem, inputs.signature.device
     config = configure(p, device_facts(device.index))
     A_log, dt_bias = (None if y is None else y.float().contiguous() for y in gate_parameters(x.gate))
-    dS = None if dS is None else dS.contiguous()
-    walk_all, finish = planner(x.signature, None if dS is None else (dS.dtype, dS.stride()))
+    do, dS = do.contiguous(), None if dS is None else dS.contiguous()
+    plans = planner(x.signature, None if dS is None else (dS.dtype, dS.stride()))
+    if kept is not None and (plans.walk_kept is None or not plans.walk.fits(copied_rows(x) | {"do": do})):
+        # Other kernels than the forward's are to run, which have an order of rows of their own.
+        kept = None
 
-    dv = torch.empty(x.v.shape, dtype=p.dtype, device=device)
+    # No kernel writes the rows past the last sequence, but the preparation those of dv.
+    new = torch.empty if x.cu_seqlens is None else torch.zeros
+    dv = (torch.empty if kept is None else new)(x.v.shape, dtype=p.dtype, device=device)
     dR = dv if p.dtype == _tile(config) else torch.empty(x.v.shape, dtype=_tile(config), device=device)
     dS0 = None if x.initial_state is None else torch.empty(x.state_shape, dtype=p.state_dtype, device=device)
-    pieces = kept(p, config).values()
+    pieces = left_for_chunks(p, config).values()
     left = [torch.empty(n, dtype=dtype, device=device) if n else None for n, dtype in pieces]
     cu = None if x.cu_seqlens is None else x.cu_seqlens.contiguous()
-    shared = (x.q, x.k, x.g, x.beta, A_log, dt_bias, cu, do.contiguous(), dR, *left)
-    walk_all((*shared, x.v, x.initial_state, dS, dv, dv, dS0))
+    if kept is not None:
+        *tiles, left[-1] = kept
+    shared = (x.q, x.k, x.g, x.beta, A_log, dt_bias, cu, do, dR, *left)
+    given = (*shared, x.v, x.initial_state, dS, dv, dv, dS0)
+    if kept is not None and plans.walk_kept is not None:
+        plans.walk_kept((*given, *tiles))
+    else:
+        plans.walk(given)
 
-    # No kernel writes the rows past the last sequence.
-    new = torch.empty if cu is None else torch.zeros
     by_row = [new(y.shape, dtype=y.dtype, device=device) for y in (x.q, x.k, x.g, x.beta)]
     shape = (slots(p, config.C), x.v.shape[2], config.BK)
     parts = [None if y is None else torch.empty(shape, dtype=torch.float32, device=device) for y in (A_log, dt_bias)]
-    finish((*shared, *by_row, *parts))
+    plans.finish((*shared, *by_row, *parts))
     # The second stage of the sums over tokens; the first is each chunk's own.
     dA_log = None if parts[0] is None else parts[0].sum((0, 2))
     dbias = None if parts[1] is None else parts[1].sum(0)[:, : p.K]
@@ -186,11 +231,13 @@ def _join(parts: list[Found], of_rows: int, of_parameters: int | None, of_states
     return tuple(found)
 
 
-def compute_in_parts(inputs: Inputs, do: Tensor, dS: Tensor | None, planner: Planner = plan) -> Found:
+def compute_in_parts(
+    inputs: Inputs, do: Tensor, dS: Tensor | None, kept: Pieces | None = None, planner: Planner = plan
+) -> Found:
     """:func:`compute`, in several rounds where the memory of one would have more than MOST_ROWS rows.
 
     Batch rows come first, then heads, of which a round has no fewer than keep every multiprocessor walking. Tokens stay
-    together.
+    together. A round of some heads prepares again.
     """
     p = inputs.signature.problem
     HV, N = p.HV or p.H, p.N or p.B
@@ -199,27 +246,31 @@ def compute_in_parts(inputs: Inputs, do: Tensor, dS: Tensor | None, planner: Pla
     if p.B > 1:
         count = max(1, MOST_ROWS // (p.T * HV))
         if count >= p.B:
-            return compute(inputs, do, dS, planner)
+            return compute(inputs, do, dS, kept, planner)
         for rows in (slice(b, b + count) for b in range(0, p.B, count)):
             S = None if inputs.initial_state is None else inputs.initial_state[rows]
             some = part_of(inputs, (rows, slice(None)), S)
-            parts.append(compute_in_parts(some, do[rows], None if dS is None else dS[rows], planner))
+            of_some = None if kept is None else rows_of_pieces(kept, rows)
+            parts.append(compute_in_parts(some, do[rows], None if dS is None else dS[rows], of_some, planner))
         return _join(parts, 0, None, 0)
     device = device_facts(inputs.signature.device.index)
     walks = N * group * math.ceil(p.V / configure(p, device).BV)
     count = max(1, MOST_ROWS // (p.T * group), math.ceil(device.multiprocessors / walks))
     if count >= p.H:
-        return compute(inputs, do, dS, planner)
+        return compute(inputs, do, dS, kept, planner)
     for part, own in turns_of_heads(inputs, count):
-        parts.append(compute(part, do[:, :, own], None if dS is None else dS[:, own], planner))
+        parts.append(compute(part, do[:, :, own], None if dS is None else dS[:, own], planner=planner))
     return _join(parts, 2, 0, 1)
 
 
-def backward(inputs: Inputs, do: Tensor | None, dS: Tensor | None, planner: Planner = plan) -> Found:
+def backward(
+    inputs: Inputs, do: Tensor | None, dS: Tensor | None, kept: Tensor | None = None, planner: Planner = plan
+) -> Found:
     """Gradients of q, k, v, g, beta, A_log, dt_bias ``[HV, K]`` and initial_state, each in its tensor's dtype.
 
     Args:
         do: of the output ``[B, T, HV, V]``. dS: of the final states, in the call's layout. None means zero.
+        kept: what the forward kept; None if the chunks are to be prepared again.
     """
     p, device, S0 = inputs.signature.problem, inputs.signature.device, inputs.initial_state
     if p.N == 0 or p.T == 0:
@@ -230,7 +281,7 @@ def backward(inputs: Inputs, do: Tensor | None, dS: Tensor | None, planner: Plan
     if do is None:
         do = torch.zeros(inputs.v.shape, dtype=inputs.v.dtype, device=device)
     with torch.cuda.device(device):
-        found = compute_in_parts(inputs, do, dS, planner)
+        found = compute_in_parts(inputs, do, dS, None if kept is None else pieces_of(kept, p), planner)
     of_parameters = zip(found[5:7], gate_parameters(inputs.gate), strict=True)
     converted = (None if d is None or x is None else d.to(x.dtype) for d, x in of_parameters)
     return *found[:5], *converted, found[7]

@@ -17,6 +17,11 @@ MOST_STAGES = 4
 # Programs per multiprocessor of a launch over HARD chunks, and blocks that each looks at, at most: a bit for each.
 HARD_PROGRAMS = 4
 MOST_LOOKED_AT = 32
+# What stands for a smaller beta where gradients are to follow: far below what any of them notices, and its square is a
+# normal number.
+LEAST_BETA = 2.0**-30
+# Tokens x value heads whose states and tiles a backward has in memory at a time: 1.7 GB of them at K = V = 128.
+MOST_GRADIENT_ROWS = 2**19
 
 
 @dataclass(frozen=True)
@@ -67,11 +72,6 @@ class Config:
         rows = self.prepare_warps * 32 * 16 // (self.BC * self.element_bytes)
         return max(2, min(self.C, rows))
 
-    @property
-    def square_elements(self) -> int:
-        """Elements of one ``[C, C]`` matrix in the workspace."""
-        return self.C * self.C * (2 if self.split else 1)
-
     def hard_programs(self, blocks: int) -> int:
         """Programs of a launch over those of so many blocks whose chunks are HARD: usually few or none, if not all.
 
@@ -86,6 +86,43 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def channels(problem: Problem) -> int:
+    """Of a tile."""
+    return max(16, power_of_two(int(problem.K)))
+
+
+def slots(p: Problem, C: int) -> int:
+    """Chunks in the workspace: an upper bound that needs no lengths when sequences are packed."""
+    return p.T // C + 1 + (p.N or 0) if p.packed else p.B * -(-p.T // C)
+
+
+def workspace(p: Problem) -> dict[str, tuple[int, torch.dtype]]:
+    """What the preparation leaves for the walks, elements and dtype by name; ``hard`` where a gate may need it.
+
+    It follows from the problem alone: sizes may be torch's symbols.
+    """
+    BK, split = channels(p), p.dtype != torch.float32
+    tile = torch.bfloat16 if split else torch.float32
+    chunks = slots(p, CHUNK) * (p.HV or p.H)
+    return {
+        "tiles": (chunks * 3 * CHUNK * BK, tile),
+        # A square is a pair of them with bfloat16 tiles.
+        "squares": (chunks * 2 * CHUNK * CHUNK * (2 if split else 1), tile),
+        "decay": (chunks * BK, torch.float32),
+        "hard": (0 if p.gate == "lower_bound" else chunks, torch.int8),
+    }
+
+
+def kept_bytes(p: Problem) -> int:
+    """Of the workspace, where it is kept for the backward unless that is to recompute it; 0 where it never is.
+
+    The backward of more rows takes turns by heads, whose workspaces are no parts of that of all heads.
+    """
+    if p.N == 0 or p.T == 0 or p.T * (p.HV or p.H) > MOST_GRADIENT_ROWS:
+        return 0
+    return sum(elements * dtype.itemsize for elements, dtype in workspace(p).values())
+
+
 @lru_cache(maxsize=1024)
 def configure(problem: Problem, device: Device) -> Config:
     """The configuration for a problem with K and V of at most 256.
@@ -95,7 +132,7 @@ def configure(problem: Problem, device: Device) -> Config:
             for prefill into a pool, which is for serving, that of one long sequence.
     """
     HV, N = problem.HV or problem.H, max(1, problem.N or problem.B)
-    BK = max(16, power_of_two(problem.K))
+    BK = channels(problem)
     split = problem.dtype != torch.float32
     # Three-term TF32 products of larger tiles exhaust registers on sm_80 and sm_120, and tensor memory on sm_100.
     most_BV = (64 if BK <= 128 else 32) if split else (32 if BK <= 128 else 16)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -12,7 +12,17 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_kda.backends.triton import common
-from flash_kda.backends.triton.config import CHUNK, SEARCH, Config, Device, configure
+from flash_kda.backends.triton.config import (
+    CHUNK,
+    LEAST_BETA,
+    SEARCH,
+    Config,
+    Device,
+    configure,
+    kept_bytes,
+    slots,
+    workspace,
+)
 from flash_kda.backends.triton.launch import Launch, Plan, Scratch
 from flash_kda.backends.triton.prepare import prepare
 from flash_kda.backends.triton.recurrence import recurrence
@@ -31,7 +41,8 @@ from flash_kda.types import (
 GATES = {"log": common.LOG.value, "lower_bound": common.LOWER_BOUND.value, "softplus": common.SOFTPLUS.value}
 # What is passed to the kernels, by the names of their parameters without ``p_``.
 TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu", "S0", "S", "o")
-
+# What the preparation leaves for the walks: scratch memory, but of a forward that keeps it for the backward.
+WORKSPACE = ("tiles", "squares", "decay", "hard")
 
 # Tokens x value heads whose tiles are in memory at a time: 1.1 GB of them at K = 128.
 MOST_ROWS = 2**20
@@ -82,11 +93,6 @@ def square_operand(call: Signature, config: Config) -> tl.dtype:
     return tl.float16 if config.split and bounded else tl.float32
 
 
-def slots(p: Problem, C: int) -> int:
-    """Chunks in the workspace: an upper bound that needs no lengths when sequences are packed."""
-    return p.T // C + 1 + (p.N or 0) if p.packed else p.B * math.ceil(p.T / C)
-
-
 def values(call: Signature, config: Config, out: Written, final: Written | None) -> dict[str, object]:
     """What kernels take besides tensors, by the names of their parameters; each kernel takes what it needs."""
     p = call.problem
@@ -124,24 +130,22 @@ def values(call: Signature, config: Config, out: Written, final: Written | None)
     }
 
 
-def describe(call: Signature, config: Config, out: Written, final: Written | None) -> tuple[Scratch, list[Launch]]:
+def describe(
+    call: Signature, config: Config, out: Written, final: Written | None, keeps: bool = False
+) -> tuple[Scratch, list[Launch]]:
     """Scratch memory, and launches in their order. T and N are at least 1.
 
     A kernel finds its tensors by the names of its parameters, ``p_`` and a name of :data:`TENSORS` or of the scratch
     memory.
+
+    Args:
+        keeps: whether what is prepared is to serve the backward, too.
     """
     p, C = call.problem, config.C
     HV, N = p.HV or p.H, p.N or p.B
     chunks = slots(p, C) * HV
     bounded = p.gate == "lower_bound"
-    tile_dtype = torch.bfloat16 if config.split else torch.float32
-    scratch = {
-        "tiles": (chunks * 3 * C * config.BK, tile_dtype),
-        "squares": (chunks * 2 * config.square_elements, tile_dtype),
-        "decay": (chunks * config.BK, torch.float32),
-        "hard": (0 if bounded else chunks, torch.int8),
-    }
-    common_values = values(call, config, out, final)
+    common_values = values(call, config, out, final) | ({"LEAST_BETA": LEAST_BETA} if keeps else {})
     prepare_options = {"num_warps": config.prepare_warps}
     own = {"CHUNKS": common.ALL.value if bounded else common.EASY.value, "BC": config.BC}
     launches = [Launch(prepare, chunks, common_values | own, prepare_options)]
@@ -151,7 +155,7 @@ def describe(call: Signature, config: Config, out: Written, final: Written | Non
     programs = N * HV * math.ceil(p.V / config.BV)
     options = {"num_warps": config.recurrence_warps, "maxnreg": config.recurrence_registers}
     launches.append(Launch(recurrence, programs, common_values, options))
-    return scratch, launches
+    return workspace(p), launches
 
 
 @lru_cache
@@ -162,14 +166,38 @@ def device_facts(index: int) -> Device:
 
 
 @lru_cache(maxsize=1024)
-def plan(call: Signature, out: Written, final: Written | None) -> Plan:
-    """The plan of all calls with this signature and such results."""
+def plan(call: Signature, out: Written, final: Written | None, keeps: bool = False) -> Plan:
+    """The plan of all calls with this signature and such results; see :data:`Planner`."""
     config = configure(call.problem, device_facts(call.device.index))
-    return Plan(call.device, TENSORS, *describe(call, config, out, final))
+    scratch, launches = describe(call, config, out, final, keeps)
+    return plan_that_keeps(call, scratch, launches) if keeps else Plan(call.device, TENSORS, scratch, launches)
 
 
-# A signature, and what the results are written to, to the plan of such calls.
-Planner: TypeAlias = Callable[[Signature, Written, Written | None], Plan]
+def plan_that_keeps(call: Signature, scratch: Scratch, launches: Sequence[Launch]) -> Plan:
+    """The plan of launches whose workspace is given."""
+    own = {name: piece for name, piece in scratch.items() if name not in WORKSPACE}
+    return Plan(call.device, (*TENSORS, *WORKSPACE), own, launches)
+
+
+# A signature, what the results are written to, and whether the workspace is given, after the other tensors, and is to
+# serve the backward: the plan of such calls.
+Planner: TypeAlias = Callable[[Signature, Written, Written | None, bool], Plan]
+# Memory of the workspace by :data:`WORKSPACE`, each of a row for each batch row; None for what is not needed.
+Pieces: TypeAlias = Sequence[Tensor | None]
+
+
+def pieces_of(memory: Tensor, p: Problem) -> Pieces:
+    """The workspace in memory of ``kept_bytes``."""
+    sizes = list(workspace(p).values())
+    parts = memory.split([elements * dtype.itemsize for elements, dtype in sizes])
+    return [
+        x.view(dtype).view(p.B, -1) if elements else None for x, (elements, dtype) in zip(parts, sizes, strict=True)
+    ]
+
+
+def rows_of_pieces(pieces: Pieces, rows: slice) -> Pieces:
+    """That of some batch rows."""
+    return [None if x is None else x[rows] for x in pieces]
 
 
 def is_dense(x: Tensor | None) -> bool:
@@ -182,13 +210,19 @@ def dense(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.float().contiguous()
 
 
-def _plan_for(call: Signature, out: Tensor, final: Tensor | None, planner: Planner | None) -> Plan:
+def _plan_for(call: Signature, out: Tensor, final: Tensor | None, planner: Planner | None, keeps: bool = False) -> Plan:
     of_final = None if final is None else (final.dtype, final.stride())
-    return (planner or plan)(call, (out.dtype, out.stride()), of_final)
+    return (planner or plan)(call, (out.dtype, out.stride()), of_final, keeps)
 
 
-def launch(inputs: Inputs, out: Tensor, final: Tensor | None, planner: Planner | None = None) -> None:
-    """Write the output and, if given, the final state. T and N are at least 1."""
+def launch(
+    inputs: Inputs, out: Tensor, final: Tensor | None, planner: Planner | None = None, kept: Pieces | None = None
+) -> bool:
+    """Write the output and, if given, the final state. T and N are at least 1.
+
+    Returns:
+        Whether ``kept`` is written: not where hardware cannot copy the rows, whose kernels prepare in another order.
+    """
     A_log, dt_bias = gate_parameters(inputs.gate)
     cu = inputs.cu_seqlens
     tensors = (
@@ -196,7 +230,18 @@ def launch(inputs: Inputs, out: Tensor, final: Tensor | None, planner: Planner |
         *(dense(A_log), dense(dt_bias), None if cu is None else cu.contiguous()),
         *(inputs.initial_state, final, out),
     )
+    if kept is not None:
+        found = _plan_for(inputs.signature, out, final, planner, keeps=True)
+        if found.fits(copied_rows(inputs)):
+            found((*tensors, *kept))
+            return True
     _plan_for(inputs.signature, out, final, planner)(tensors)
+    return False
+
+
+def copied_rows(inputs: Inputs) -> dict[str, Tensor]:
+    """The call's tensors that hardware may copy."""
+    return {"q": inputs.q, "k": inputs.k, "v": inputs.v, "g": inputs.g}
 
 
 def part_of(inputs: Inputs, at: tuple[slice, slice], initial_state: Tensor | None) -> Inputs:
@@ -222,24 +267,30 @@ def _is_whole(p: Problem) -> bool:
     return p.B * p.T * (p.HV or p.H) <= MOST_ROWS
 
 
-def launch_in_parts(inputs: Inputs, out: Tensor, final: Tensor | None, planner: Planner | None) -> None:
+def launch_in_parts(
+    inputs: Inputs, out: Tensor, final: Tensor | None, planner: Planner | None, kept: Pieces | None = None
+) -> bool:
     """:func:`launch`, in several calls where the workspace of one would have more than MOST_ROWS rows.
 
     Batch rows come first, then tokens, with the state handed on in float32. Of packed sequences heads take turns, down
-    to one head of q: where a sequence ends is known on the device alone.
+    to one head of q: where a sequence ends is known on the device alone. What is kept may go in parts by batch rows.
     """
     p = inputs.signature.problem
     HV, S = p.HV or p.H, inputs.initial_state
     if _is_whole(p):
-        launch(inputs, out, final, planner)
-    elif p.packed:
-        for part, own in turns_of_heads(inputs, max(1, MOST_ROWS // (p.T * (HV // p.H)))):
-            launch(part, out[:, :, own], None if final is None else final[:, own], planner)
-    elif p.B > 1:
+        return launch(inputs, out, final, planner, kept)
+    if p.B > 1:
         count = max(1, MOST_ROWS // (p.T * HV))
+        are_kept = []
         for rows in (slice(b, b + count) for b in range(0, p.B, count)):
             part = part_of(inputs, (rows, slice(None)), None if S is None else S[rows])
-            launch_in_parts(part, out[rows], None if final is None else final[rows], planner)
+            of_part = None if kept is None else rows_of_pieces(kept, rows)
+            of_final = None if final is None else final[rows]
+            are_kept.append(launch_in_parts(part, out[rows], of_final, planner, of_part))
+        return all(are_kept)
+    if p.packed:
+        for part, own in turns_of_heads(inputs, max(1, MOST_ROWS // (p.T * (HV // p.H)))):
+            launch(part, out[:, :, own], None if final is None else final[:, own], planner)
     else:
         count = max(1, MOST_ROWS // (HV * CHUNK)) * CHUNK
         for tokens in (slice(t, t + count) for t in range(0, p.T, count)):
@@ -247,6 +298,7 @@ def launch_in_parts(inputs: Inputs, out: Tensor, final: Tensor | None, planner: 
             after = final if is_last else torch.empty(inputs.state_shape, dtype=torch.float32, device=out.device)
             launch(part_of(inputs, (slice(None), tokens), S), out[:, tokens], after, planner)
             S = after
+    return False
 
 
 def _results(
@@ -267,23 +319,43 @@ def _state_of(inputs: Inputs) -> tuple[tuple[int, ...], torch.dtype] | None:
     return (inputs.state_shape, inputs.state_dtype) if inputs.output_final_state else None
 
 
-def forward(
-    inputs: Inputs, out: Tensor | None, final: Tensor | None, planner: Planner | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Output ``[B, T, HV, V]`` in v's dtype and final state (None unless asked for), into the tensors given."""
+def _write(
+    inputs: Inputs, out: Tensor, final: Tensor | None, planner: Planner | None, kept: Pieces | None = None
+) -> bool:
+    """:func:`launch_in_parts` of any T and N, on the call's device."""
     signature, S0 = inputs.signature, inputs.initial_state
     problem, device = signature.problem, signature.device
-    out, final = _results(inputs.v, S0, _state_of(inputs), out, final)
     if problem.N == 0 or problem.T == 0:
         out.zero_()
         if final is not None:
             final.zero_() if S0 is None else final.copy_(S0)
-    elif device.index == torch.cuda.current_device():
-        launch_in_parts(inputs, out, final, planner)
-    else:
-        with torch.cuda.device(device):
-            launch_in_parts(inputs, out, final, planner)
+        return False
+    if device.index == torch.cuda.current_device():
+        return launch_in_parts(inputs, out, final, planner, kept)
+    with torch.cuda.device(device):
+        return launch_in_parts(inputs, out, final, planner, kept)
+
+
+def forward(
+    inputs: Inputs, out: Tensor | None, final: Tensor | None, planner: Planner | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Output ``[B, T, HV, V]`` in v's dtype and final state (None unless asked for), into the tensors given."""
+    out, final = _results(inputs.v, inputs.initial_state, _state_of(inputs), out, final)
+    _write(inputs, out, final, planner)
     return out, final
+
+
+def forward_of_gradients(inputs: Inputs, planner: Planner | None = None) -> tuple[Tensor, Maybe, Maybe]:
+    """:func:`forward`, and its workspace where the backward is not to prepare it again; otherwise None."""
+    p, device = inputs.signature.problem, inputs.signature.device
+    out, final = _results(inputs.v, inputs.initial_state, _state_of(inputs), None, None)
+    size = 0 if inputs.recompute else kept_bytes(p)
+    if not size:
+        _write(inputs, out, final, planner)
+        return out, final, None
+    kept = torch.empty(size, dtype=torch.uint8, device=device)
+    is_kept = _write(inputs, out, final, planner, pieces_of(kept, p))
+    return out, final, kept if is_kept else None
 
 
 def runner(inputs: Inputs, planner: Planner | None = None) -> Runner | None:

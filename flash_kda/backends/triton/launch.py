@@ -231,12 +231,16 @@ class Plan:
             self.offsets.append(self.bytes)
             self.bytes += -(-elements * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         self._position = {name: i for i, name in enumerate((*tensors, *scratch))}
-        copied = {self._position[x.tensor] for launch in launches for x in launch.matrices.values()}
-        self._copied, self._otherwise = [i for i in copied if i < len(tensors)], otherwise
+        self._copied_names = {x.tensor for launch in launches for x in launch.matrices.values()} - scratch.keys()
+        self._copied, self._otherwise = [self._position[name] for name in self._copied_names], otherwise
         # By which tensors are aligned to 16 bytes (None if all are): Triton compiles for that, and addresses differ
         # from call to call.
         self._steps: dict[tuple[bool, ...] | None, list[_Step]] = {}
         self._compiled: set[tuple[bool, ...] | None] = set()
+
+    def fits(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether these launches take these of a call's tensors, where hardware copies them."""
+        return all(x.data_ptr() % 16 == 0 for name, x in tensors.items() if name in self._copied_names)
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> None:
         """Launch on the current stream of the device, which must be the current device."""
