@@ -117,6 +117,7 @@ class Built:
         order: loads from and stores to memory, and barriers, as the compiler has them in the end.
         late_loads: of 16 bytes by a thread, after the first exchange between threads of a warp in the machine's code.
         waits: whether it waits for the launch before.
+        unrounded: products that a lane adds as they are to another lane's rounded one, in the machine's code.
     """
 
     error: str | None = None
@@ -131,6 +132,7 @@ class Built:
     order: tuple[str, ...] = ()
     late_loads: int = 0
     waits: bool = False
+    unrounded: int = 0
 
 
 def source_of(launch: Launch, dtypes: Dtypes) -> Any:
@@ -176,6 +178,21 @@ def registers_and_stack(compiled: Any) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def unrounded(sass: str) -> int:
+    """How many products are rounded for another lane, and joined unrounded with what that lane has in exchange."""
+    made: dict[str, tuple[str, Any]] = {}
+    count = 0
+    for kind, text in re.findall(r"\*/ +(?:@!?U?P\w+ +)?([A-Z]\w*)\S* +(.*?);", sass):
+        first, *others = [x.strip().removesuffix(".reuse") for x in text.split(",")]
+        if kind == "SHFL":  # predicate, result, source
+            made[others[0]] = (kind, made.get(others[1]))
+            continue
+        if kind == "FFMA" and made.get(others[2]) == ("SHFL", ("FMUL", {*others[:2]})):
+            count += 1
+        made[first] = (kind, {*others[:2]})
+    return count
+
+
 def compile_launch(
     launch: Launch, dtypes: Dtypes, capability: int, source_of: Callable[[Launch, Dtypes], Any] = source_of
 ) -> Built:
@@ -189,7 +206,7 @@ def compile_launch(
     except Exception as error:
         return Built(error=f"{type(error).__name__}: {error}")
     registers, stack = registers_and_stack(compiled)
-    ptx, ttgir = compiled.asm["ptx"], compiled.asm["ttgir"]
+    ptx, ttgir, sass = compiled.asm["ptx"], compiled.asm["ttgir"], _told_of(compiled, "-sass")
     return Built(
         registers=registers,
         stack=stack,
@@ -200,8 +217,9 @@ def compile_launch(
         wide_stores=ptx.count("st.global.v4.b32"),
         arithmetic=tuple(ptx.count(f"{kind}.f32") for kind in ("fma.rn", "mul", "add", "sub")),
         order=tuple(re.findall(r"tt\.load|tt\.store|gpu\.barrier", ttgir)),
-        late_loads=len(re.findall(r"\bLDG\.E\S*\.128\b", _told_of(compiled, "-sass").partition("SHFL")[2])),
+        late_loads=len(re.findall(r"\bLDG\.E\S*\.128\b", sass.partition("SHFL")[2])),
         waits="griddepcontrol.wait" in ptx,
+        unrounded=unrounded(sass),
     )
 
 

@@ -105,6 +105,7 @@ def builds() -> list[DecodeBuild]:
     for K, V in ((16, 16), (64, 64), (100, 60), (256, 256), (128, 256)):
         add(DecodeBuild(90, problem(128, 1, K=K, V=V)))
         add(DecodeBuild(90, problem(128, 4, K=K, V=V), index="each"))
+        add(DecodeBuild(90, problem(128, 1, K=K, V=V), layout="kv"))
     for gate, T in (("softplus", 1), ("log", 4)):
         add(DecodeBuild(90, problem(128, T, gate=gate)))
     add(DecodeBuild(90, problem(128, 1, dtype=torch.float32)))
@@ -120,11 +121,12 @@ def builds() -> list[DecodeBuild]:
 
 @every(builds())
 def test_compiles(build: DecodeBuild, built: Built) -> None:
-    """Nothing spills, and states move in pieces of 16 bytes."""
+    """Nothing spills, states move in pieces of 16 bytes, and lanes that hold the same sum have the same bits of it."""
     c, p = build.config, build.problem
     compiling.assert_fits(built, build.capability)
     # One warp: enough programs share a multiprocessor to keep its loads under way.
     assert built.registers <= (168 if p.K == c.BK else 255)
+    assert not built.unrounded
     if p.K >= 64 and p.K == c.BK:
         pieces = c.BV * c.BK * p.state_dtype.itemsize // (16 * 32)
         assert built.wide_loads >= pieces

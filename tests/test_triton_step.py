@@ -112,7 +112,8 @@ def builds() -> list[StepBuild]:
     found: list[StepBuild] = []
     for state, layout in itertools.product((torch.float32, torch.bfloat16), ("vk", "kv")):
         found.append(StepBuild(90, problem(state_dtype=state), layout))
-    for K, V in ((16, 16), (64, 64), (100, 60), (128, 256), (256, 128), (256, 256), (200, 100), (16, 256)):
+        found.append(StepBuild(90, problem(state_dtype=state, K=16, V=16), layout))
+    for K, V in ((64, 64), (100, 60), (128, 256), (256, 128), (256, 256), (200, 100), (16, 256)):
         found.append(StepBuild(90, problem(K=K, V=V)))
     found += [StepBuild(90, problem(gate=gate)) for gate in ("softplus", "log")]
     found += [
@@ -132,11 +133,15 @@ def builds() -> list[StepBuild]:
 
 @every(builds())
 def test_compiles(build: StepBuild, built: Built) -> None:
-    """Next to nothing spills, states move in pieces of 16 bytes, and last inputs are all read before one is written."""
+    """Next to nothing spills, states move in pieces of 16 bytes, and last inputs are all read before one is written.
+
+    And lanes that hold the same sum have the same bits of it.
+    """
     c, p = build.config, build.problem
     # Two registers, where their number is limited.
     compiling.assert_fits(built, build.capability, 8 if c.registers else 0)
     assert built.registers <= (c.registers or 255)
+    assert not built.unrounded
     # Vectors pass through it, and in the "kv" layout partial sums over K, but no states.
     assert built.shared < c.BK * c.BV
     if p.K >= 64 and p.K == c.BK:
@@ -187,7 +192,7 @@ def test_configurations_are_sound(layout: str) -> None:
 # Launches.
 
 
-@pytest.mark.parametrize("build", [builds()[0], builds()[4], builds()[-1]], ids=str)
+@pytest.mark.parametrize("build", [builds()[0], builds()[1], builds()[-1]], ids=str)
 def test_every_parameter_has_what_it_needs(build: StepBuild) -> None:
     pytest.importorskip("triton")
     dtypes, launch = build.launch()

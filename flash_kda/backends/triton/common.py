@@ -65,6 +65,16 @@ def reciprocal(x):
 
 
 @triton.jit
+def product(x, y):
+    """``x y``, rounded before anything is added to it: for sums over lanes of which each may have one product.
+
+    The compiler would have a lane add its own product, not rounded, to another lane's rounded one. Lanes that hold the
+    same sum would then differ in its last bit, and each write its own where the sum passes through shared memory.
+    """
+    return tl.fma(x, y, 0.0)
+
+
+@triton.jit
 def log2_decay(raw, a, bias, lower_bound, valid, GATE: tl.constexpr):
     """Log2 of the decay per token from the raw gate (float32); 0 where not ``valid``.
 
@@ -90,7 +100,8 @@ def log2_decay(raw, a, bias, lower_bound, valid, GATE: tl.constexpr):
 @triton.jit
 def rstd(b_x, QK_L2NORM: tl.constexpr):
     """``rsqrt(sum(x^2) + 1e-6)`` over the last dimension, or ones."""
-    n = tl.sum(b_x * b_x, axis=-1)
+    # Of a vector a lane may have one element, of a tile it has several.
+    n = tl.sum(product(b_x, b_x) if len(b_x.shape) == 1 else b_x * b_x, axis=-1)
     if QK_L2NORM:
         return tl.rsqrt(n + L2NORM_EPS)
     return tl.full(n.shape, 1.0, tl.float32)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flash_kda.backends.triton.common import activated_beta, exists, exp2, log2_decay, rstd
+from flash_kda.backends.triton.common import activated_beta, exists, exp2, log2_decay, product, rstd
 
 # Where a row's states are: in its own slot, in one given slot, or in one given slot per token.
 OWN, ONE, EACH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -27,6 +27,13 @@ def _token(p_q, p_k, p_v, p_g, p_beta, m_k, m_v, inside):
 
 
 @triton.jit
+def read(S, b_x):
+    """``x S``, the sum over K."""
+    # No thread has less than 16 bytes of a state, so only of 16 channels may a lane have one.
+    return tl.sum(product(S, b_x[None, :]) if S.shape[1] == 16 else S * b_x[None, :], 1)
+
+
+@triton.jit
 def after_token(
     S, b_q, b_k, b_v, b_g, beta, a, bias, m_k, scale, lower_bound,
     GATE: tl.constexpr, QK_L2NORM: tl.constexpr, BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr,
@@ -38,10 +45,10 @@ def after_token(
     b_q *= rstd(b_q, QK_L2NORM) * scale
     S *= exp2(log2_decay(b_g.to(tl.float32), a, bias, lower_bound, m_k, GATE))[None, :]
     beta = activated_beta(beta.to(tl.float32), BETA_IS_LOGIT, NEG_EIGVAL)
-    u = beta * (b_v.to(tl.float32) - tl.sum(S * b_k[None, :], 1))
+    u = beta * (b_v.to(tl.float32) - read(S, b_k))
     # Which of two products is rounded is said here, not left to the compiler: the same for one token and for many.
     S = tl.fma(u[:, None], b_k[None, :], S)
-    return S, tl.sum(S * b_q[None, :], 1)
+    return S, read(S, b_q)
 
 
 @triton.jit

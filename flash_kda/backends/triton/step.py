@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flash_kda.backends.triton.common import exists, sigmoid
+from flash_kda.backends.triton.common import exists, product, sigmoid
 from flash_kda.backends.triton.decode import after_token
 
 
@@ -41,7 +41,8 @@ def _convolved(
     """SiLU of the convolution of some channels."""
     o_w, p_weight = _along(o_w, p_weight, AXIS)
     m_weight = tl.expand_dims(m, AXIS) & (o_w < W)
-    y = tl.sum(b_window * tl.load(p_weight + o_w * weight_w, mask=m_weight, other=0.0).to(tl.float32), AXIS)
+    weight = tl.load(p_weight + o_w * weight_w, mask=m_weight, other=0.0).to(tl.float32)
+    y = tl.sum(product(b_window, weight), AXIS)
     if HAS_BIAS:
         y += tl.load(p_bias, mask=m, other=0.0).to(tl.float32)
     return y * sigmoid(y)
@@ -154,7 +155,7 @@ def step(
             # Another warp may be yet to read what is overwritten here.
             tl.debug_barrier()
             _keep(v_window, p_v_conv, conv_w, o_w, m_v, W, 0)
-        b_o *= tl.rsqrt(tl.sum(tl.sum(b_o * b_o, 1), 0) / V + eps) * b_norm * sigmoid(b_z)
+        b_o *= tl.rsqrt(tl.sum(tl.sum(product(b_o, b_o), 1), 0) / V + eps) * b_norm * sigmoid(b_z)
         tl.store(p_o + o_o, b_o.to(p_o.dtype.element_ty), mask=m_o)
         p_o += o_h
     # As above: the barrier of the last value head has been passed.
