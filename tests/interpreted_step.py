@@ -79,6 +79,16 @@ def one_projection() -> None:
     check(case, call=call)
 
 
+def filters_of_their_own_dtypes() -> None:
+    """Each of the three filters and biases has one, whatever the others have."""
+    case = StepCase(DecodeCase(BASE, known=True), bias=True)
+    for dtypes in ((torch.bfloat16, torch.float32, torch.float16), (torch.float32, torch.float16, torch.bfloat16)):
+        call = case.build()
+        for name in ("conv_weights", "conv_biases"):
+            call[name] = [x.to(dtype) for x, dtype in zip(call[name], dtypes, strict=True)]
+        check(case, call=call)
+
+
 def far_slots() -> None:
     """Offsets beyond 2^31 elements in both pools, which lie in files of which only a few pages exist."""
     case = StepCase(DecodeCase(Case(B=2, T=1, H=1, K=16, V=16), padding=False))
@@ -190,11 +200,12 @@ _PLAIN = (
 CASES: dict[str, Callable[[], None]] = {
     **{str(case): partial(check, case) for case in _PLAIN},
     **{
-        f"BV={BV}": partial(check, StepCase(DecodeCase(BASE.but(B=2)), bias=True), StepConfig(32, BV, 1, None))
-        for BV in (1, 8, 32, 64)
+        f"BV={BV}": partial(check, StepCase(DecodeCase(BASE.but(B=2)), bias=True), StepConfig(32, BV, 1, *tile, None))
+        for BV, tile in ((1, (1, 32)), (8, (2, 16)), (32, (8, 4)), (64, (64, 32)))
     },
     "strided": strided,
     "one projection": one_projection,
+    "filters of their own dtypes": filters_of_their_own_dtypes,
     "far slots": far_slots,
     "far inputs": far_inputs,
     "same bits": same_bits,

@@ -148,13 +148,16 @@ def test_compiles(build: StepBuild, built: Built) -> None:
         pieces = c.BV * c.BK * p.state_dtype.itemsize // (16 * 32 * c.warps)
         assert built.wide_loads >= pieces
         assert built.wide_stores >= pieces
-    assert built.order.count("gpu.barrier") == 1
-    at = built.order.index("gpu.barrier")
-    before, after = built.order[:at], built.order[at:]
-    # Zeros of a row of padding, and the state; after the barrier the output and, if there are any, the last inputs.
-    assert before.count("tt.store") == 2
-    assert after.count("tt.store") == (4 if build.W > 1 else 1)
+    assert built.order.count("gpu.barrier") == 2
+    order = ", ".join(built.order)
+    inputs, state, after = (part.split(", ") for part in order.split("gpu.barrier"))
+    assert "tt.store" not in inputs + state
+    assert state.count("tt.load") == 1
+    # Last inputs of q with k and of v, the state, and the output.
+    assert after.count("tt.store") == 2 * (build.W - 1) + 2
     assert "tt.load" not in after
+    if c.BV >= p.V and p.HV in (None, p.H):
+        assert built.late_loads == 0, "a load waits for another one to have been used"
 
 
 @pytest.mark.offline
@@ -186,6 +189,10 @@ def test_configurations_are_sound(layout: str) -> None:
         per_thread = c.BK * c.BV // (32 * c.warps)
         assert 1 <= per_thread <= 64
         assert c.warps <= 8
+        assert c.BV % c.rows == c.BK % c.piece == 0
+        if layout == "vk" and per_thread >= 16:
+            assert c.BV // c.rows * min(16, c.BK) == per_thread, "along V"
+            assert c.BK // c.piece * (16 // state.itemsize) == 16, "along K"
         assert c == configure_step(replace(problem, B=999), layout), "a row's bits depend on the number of rows"
 
 

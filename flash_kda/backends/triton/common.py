@@ -100,8 +100,7 @@ def log2_decay(raw, a, bias, lower_bound, valid, GATE: tl.constexpr):
 @triton.jit
 def rstd(b_x, QK_L2NORM: tl.constexpr):
     """``rsqrt(sum(x^2) + 1e-6)`` over the last dimension, or ones."""
-    # Of a vector a lane may have one element, of a tile it has several.
-    n = tl.sum(product(b_x, b_x) if len(b_x.shape) == 1 else b_x * b_x, axis=-1)
+    n = tl.sum(product(b_x, b_x), axis=-1)
     if QK_L2NORM:
         return tl.rsqrt(n + L2NORM_EPS)
     return tl.full(n.shape, 1.0, tl.float32)

@@ -188,6 +188,9 @@ class DecodeConfig:
 DECODE_TILE = 2048
 # Warps of a program of a decode step, at most.
 STEP_WARPS = 8
+# Channels that a thread of a decode step holds of each of its value columns: of fewer, sums over K would take more
+# exchanges between threads, and of more the vectors along K more registers.
+STEP_CHANNELS = 16
 # Programs per multiprocessor below which they are made smaller.
 DECODE_PROGRAMS = 4
 
@@ -217,12 +220,17 @@ class StepConfig:
 
     Attributes:
         BK: channels, a power of two. BV: value columns that a program holds at a time. warps: of a program.
+        rows, piece: how a state lies over threads: all of them together have ``rows`` value columns in steps of BV /
+            rows, and ``piece`` channels that follow each other; a thread has the columns in between and one channel (or
+            16 bytes of them) of every piece. In the "kv" layout it has ``piece`` channels, 16 bytes of columns of each.
         registers: limit per thread, where a second program per multiprocessor is worth it; None for no limit.
     """
 
     BK: int
     BV: int
     warps: int
+    rows: int
+    piece: int
     registers: int | None
 
 
@@ -241,4 +249,9 @@ def configure_step(problem: Problem, state_layout: StateLayout) -> StepConfig:
         BV = most // 2
     # Without the limit one program would have a multiprocessor to itself, which is idle while this one computes.
     alone = warps == STEP_WARPS and state_layout == "vk" and parts == 1 and problem.HV in (None, problem.H)
-    return StepConfig(BK, BV, warps, registers=128 if alone else None)
+    element, threads = problem.state_dtype.itemsize, 32 * warps
+    if state_layout == "vk":
+        rows, piece = min(BV, threads * STEP_CHANNELS // BK), BK * 16 // (element * STEP_CHANNELS)
+    else:
+        rows, piece = 1, max(1, BK * BV * element // (16 * threads))
+    return StepConfig(BK, BV, warps, rows, piece, registers=128 if alone else None)

@@ -34,21 +34,28 @@ def read(S, b_x):
 
 
 @triton.jit
+def updated(S, b_q, b_k, b_v, decay, beta):
+    """State and output after one token."""
+    S *= decay[None, :]
+    u = beta * (b_v - read(S, b_k))
+    # Which of two products is rounded is said here, not left to the compiler: the same for one token and for many.
+    S = tl.fma(u[:, None], b_k[None, :], S)
+    return S, read(S, b_q)
+
+
+@triton.jit
 def after_token(
     S, b_q, b_k, b_v, b_g, beta, a, bias, m_k, scale, lower_bound,
     GATE: tl.constexpr, QK_L2NORM: tl.constexpr, BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr,
 ):  # fmt: skip
-    """State and output after one token."""
+    """State and output after one token, from its raw values."""
     b_k = b_k.to(tl.float32)
     b_q = b_q.to(tl.float32)
     b_k *= rstd(b_k, QK_L2NORM)
     b_q *= rstd(b_q, QK_L2NORM) * scale
-    S *= exp2(log2_decay(b_g.to(tl.float32), a, bias, lower_bound, m_k, GATE))[None, :]
+    decay = exp2(log2_decay(b_g.to(tl.float32), a, bias, lower_bound, m_k, GATE))
     beta = activated_beta(beta.to(tl.float32), BETA_IS_LOGIT, NEG_EIGVAL)
-    u = beta * (b_v.to(tl.float32) - read(S, b_k))
-    # Which of two products is rounded is said here, not left to the compiler: the same for one token and for many.
-    S = tl.fma(u[:, None], b_k[None, :], S)
-    return S, read(S, b_q)
+    return updated(S, b_q, b_k, b_v.to(tl.float32), decay, beta)
 
 
 @triton.jit

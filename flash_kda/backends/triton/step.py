@@ -2,6 +2,11 @@
 
 A program has a query/key head of a row and all value heads that use it. So nobody else reads what it writes: no states,
 and no last inputs of the convolutions either, of which those of q and k serve all of these value heads.
+
+What it waits for is memory, and in a launch of few rows its own chain of operations. So everything is under way before
+anything is computed; and a channel is convolved by one thread, of a vector that has one for every thread, and handed on
+through shared memory to all threads that need it. Of shorter vectors the compiler would load and convolve anew in every
+thread what that thread needs.
 """
 
 from __future__ import annotations
@@ -9,51 +14,47 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flash_kda.backends.triton.common import exists, product, sigmoid
-from flash_kda.backends.triton.decode import after_token
+from flash_kda.backends.triton.common import activated_beta, exists, exp2, log2_decay, product, rstd, sigmoid
+from flash_kda.backends.triton.decode import updated
 
 
 @triton.jit
-def _along(o_w, o_c, AXIS: tl.constexpr):
-    """Offsets of taps along ``AXIS`` of a tile, and what belongs to channels along its other dimension."""
-    return tl.expand_dims(o_w, 1 - AXIS), tl.expand_dims(o_c, AXIS)
+def _either(p_q, p_k, is_k, m):
+    """What lies at k's addresses where ``is_k``, and at q's elsewhere."""
+    if p_q.dtype == p_k.dtype:
+        found = tl.load(tl.where(is_k, p_k, p_q), mask=m, other=0.0)
+    else:
+        of_q = tl.load(p_q, mask=m & (is_k == 0), other=0.0).to(tl.float32)
+        found = tl.where(is_k, tl.load(p_k, mask=m & is_k, other=0.0).to(tl.float32), of_q)
+    return found
 
 
 @triton.jit
-def _window(p_x, p_conv, conv_w, o_w, m, known, W: tl.constexpr, AXIS: tl.constexpr):
-    """The last W inputs of some channels, oldest first, float32: from the pool those before this token, and its own.
-
-    It is a tile with its taps along ``AXIS``. What is summed over them lies along the other dimension. The state lies
-    along both, so for a vector that it is multiplied with in that dimension the compiler would take the tile's layout,
-    and would move the state into it. So the taps of q and k lie along V's dimension, and those of v along K's.
-    """
-    o_w, p_conv = _along(o_w, p_conv, AXIS)
-    b_x = tl.expand_dims(tl.load(p_x, mask=m, other=0.0).to(tl.float32), AXIS)
-    m_before = tl.expand_dims(m, AXIS) & (o_w < W - 1) & known
-    b_before = tl.load(p_conv + o_w * conv_w, mask=m_before, other=0.0).to(tl.float32)
-    return tl.where(o_w == W - 1, b_x, b_before)
+def _vectors(p, step, o, m, COUNT: tl.constexpr):
+    """COUNT vectors at offsets ``o``, each ``step`` elements on from the last."""
+    found: tl.tuple = ()
+    for _ in tl.static_range(COUNT):
+        found += (tl.load(p + o, mask=m, other=0.0),)
+        p += step
+    return found
 
 
 @triton.jit
-def _convolved(
-    b_window, p_weight, weight_w, p_bias, o_w, m, W: tl.constexpr, AXIS: tl.constexpr, HAS_BIAS: tl.constexpr
-):
+def _convolved(b_x, before, weights, bias, W: tl.constexpr):
     """SiLU of the convolution of some channels."""
-    o_w, p_weight = _along(o_w, p_weight, AXIS)
-    m_weight = tl.expand_dims(m, AXIS) & (o_w < W)
-    weight = tl.load(p_weight + o_w * weight_w, mask=m_weight, other=0.0).to(tl.float32)
-    y = tl.sum(product(b_window, weight), AXIS)
-    if HAS_BIAS:
-        y += tl.load(p_bias, mask=m, other=0.0).to(tl.float32)
+    y = bias.to(tl.float32)
+    for i in tl.static_range(W - 1):
+        y = tl.fma(before[i].to(tl.float32), weights[i].to(tl.float32), y)
+    y = tl.fma(b_x.to(tl.float32), weights[W - 1].to(tl.float32), y)
     return y * sigmoid(y)
 
 
 @triton.jit
-def _keep(b_window, p_conv, conv_w, o_w, m, W: tl.constexpr, AXIS: tl.constexpr):
-    """All inputs of the window but the oldest go to the pool, each one place further up than it was."""
-    o_w, p_conv = _along(o_w, p_conv, AXIS)
-    m_kept = tl.expand_dims(m, AXIS) & (o_w > 0) & (o_w < W)
-    tl.store(p_conv + (o_w - 1) * conv_w, b_window.to(p_conv.dtype.element_ty), mask=m_kept)
+def _keep(b_x, before, p_conv, conv_w, o, m, W: tl.constexpr):
+    """All inputs but the oldest go to the pool, each one place further up than it was."""
+    for i in tl.static_range(W - 1):
+        tl.store(p_conv + o, before[i + 1] if i < W - 2 else b_x.to(p_conv.dtype.element_ty), mask=m)
+        p_conv += conv_w
 
 
 @triton.jit(do_not_specialize=["slots", "pad", "scale", "lower_bound", "eps"])
@@ -65,7 +66,8 @@ def step(
     q_weight_c, q_weight_w, k_weight_c, k_weight_w, v_weight_c, v_weight_w, o_b, o_h,
     slots, pad, scale, lower_bound, eps,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, BW: tl.constexpr, S_v: tl.constexpr, S_k: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, S_v: tl.constexpr, S_k: tl.constexpr,
+    ROWS: tl.constexpr, PIECE: tl.constexpr, THREADS: tl.constexpr,
     GATE: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
     QK_L2NORM: tl.constexpr, BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr,
     HAS_INDEX: tl.constexpr, HAS_KNOWN: tl.constexpr,
@@ -81,83 +83,107 @@ def step(
         p_q_weight, p_k_weight, p_v_weight: ``[channels, W]``. p_q_bias, p_k_bias, p_v_bias: ``[channels]`` if HAS_BIAS.
         p_norm: ``[V]``.
         GROUP: value heads per query/key head. PARTS: of BV value columns each, one after the other; a power of two.
+        ROWS, PIECE: a state's tile is [ROWS, BV / ROWS, BK / PIECE, PIECE], of which each thread has all of the two
+            dimensions in the middle ("vk"). THREADS: of the program.
     """
     pid = tl.program_id(0)
     i_h = (pid % H).to(tl.int64)
     n = (pid // H).to(tl.int64)
     slot = n
-    valid = True
     if HAS_INDEX:
         slot = tl.load(p_index + n * index_n).to(tl.int64)
-        valid = exists(slot, slots, pad)
     known = True
     if HAS_KNOWN:
         known = tl.load(p_known + n * known_n).to(tl.int1)
+
+    o_k = tl.arange(0, BK)
+    m_k = o_k < K
+    # q's channels and k's, over and over where there are more threads.
+    MOST_QK: tl.constexpr = 2 * BK if 2 * BK > THREADS else THREADS
+    o_qk = tl.arange(0, MOST_QK)
+    is_k = o_qk // BK % 2 == 1
+    o_c = o_qk % BK
+    m_qk = o_c < K
+    b_qk = _either(p_q + n * q_b + i_h * q_h + o_c, p_k + n * k_b + i_h * k_h + o_c, is_k, m_qk)
+    o_c += i_h * K
+    p_q_weight += o_c * q_weight_c
+    p_k_weight += o_c * k_weight_c
+    qk_weights: tl.tuple = ()
+    for _ in tl.static_range(W):
+        qk_weights += (_either(p_q_weight, p_k_weight, is_k, m_qk),)
+        p_q_weight += q_weight_w
+        p_k_weight += k_weight_w
+    qk_bias = tl.zeros((MOST_QK,), tl.float32)
+    if HAS_BIAS:
+        qk_bias = _either(p_q_bias + o_c, p_k_bias + o_c, is_k, m_qk)
+    valid = exists(slot, slots, pad) if HAS_INDEX else slot < slots
+    known &= valid
+    p_conv += slot * conv_n
+    o_qk_conv = (is_k.to(tl.int64) * H * K + o_c) * conv_c
+    qk_before = _vectors(p_conv, conv_w, o_qk_conv, m_qk & known, W - 1)
 
     # All of V at once, as the norm takes it: parts that follow each other.
     o_o = (tl.arange(0, PARTS) * BV)[:, None] + tl.arange(0, BV)[None, :]
     m_o = o_o < V
     p_o += n * o_b + i_h * GROUP * o_h
-    if not valid:
-        for _ in tl.range(0, GROUP, num_stages=1):
-            tl.store(p_o + o_o, tl.zeros((PARTS, BV), p_o.dtype.element_ty), mask=m_o)
-            p_o += o_h
-        return
-
-    o_w = tl.arange(0, BW).to(tl.int64)
-    o_k = tl.arange(0, BK)
-    m_k = o_k < K
-    o_qk = i_h * K + o_k
-    p_conv += slot * conv_n
-    p_q_conv = p_conv + o_qk * conv_c
-    p_k_conv = p_conv + (H * K + o_qk) * conv_c
-    q_window = _window(p_q + n * q_b + i_h * q_h + o_k, p_q_conv, conv_w, o_w, m_k, known, W, 1)
-    k_window = _window(p_k + n * k_b + i_h * k_h + o_k, p_k_conv, conv_w, o_w, m_k, known, W, 1)
-
     for j in tl.range(0, GROUP, num_stages=1):
         i_hv = i_h * GROUP + j
         b_g = tl.load(p_g + n * g_b + i_hv * g_h + o_k, mask=m_k, other=0.0)
         beta = tl.load(p_beta + n * beta_b + i_hv * beta_h)
-        a = 1.0
+        A_log = 0.0
         if HAS_A_LOG:
-            a = tl.exp(tl.load(p_A_log + i_hv))
+            A_log = tl.load(p_A_log + i_hv)
         bias = tl.zeros((BK,), tl.float32)
         if HAS_DT_BIAS:
             bias = tl.load(p_dt_bias + i_hv * K + o_k, mask=m_k, other=0.0)
-        b_z = tl.load(p_z + n * z_b + i_hv * z_h + o_o, mask=m_o, other=0.0).to(tl.float32)
-        b_norm = tl.load(p_norm + o_o, mask=m_o, other=0.0).to(tl.float32)
+        b_z = tl.load(p_z + n * z_b + i_hv * z_h + o_o, mask=m_o, other=0.0)
+        b_norm = tl.load(p_norm + o_o, mask=m_o, other=0.0)
         b_o = tl.zeros((PARTS, BV), tl.float32)
+        squares = 0.0
         for i_v in tl.range(0, PARTS, num_stages=1):
-            o_v = i_v * BV + tl.arange(0, BV)
+            # As of q and k.
+            MOST_V: tl.constexpr = BV if BV > THREADS else THREADS
+            o_v = i_v * BV + tl.arange(0, MOST_V) % BV
             m_v = o_v < V
-            m_S = m_v[:, None] & m_k[None, :]
-            o_S = slot * S_n + i_hv * S_h + (o_v.to(tl.int64)[:, None] * S_v + o_k.to(tl.int64)[None, :] * S_k)
-            S = tl.load(p_S + o_S, mask=m_S & known, other=0.0).to(tl.float32)
-            o_vc = i_hv * V + o_v
-            p_v_conv = p_conv + (2 * H * K + o_vc) * conv_c
-            v_window = _window(p_v + n * v_b + i_hv * v_h + o_v, p_v_conv, conv_w, o_w, m_v, known, W, 0)
-            b_v = _convolved(
-                v_window, p_v_weight + o_vc * v_weight_c, v_weight_w, p_v_bias + o_vc, o_w, m_v, W, 0, HAS_BIAS
-            )
-            # Of every value head and part the same; the states are under way before it is computed for the first.
-            b_q = _convolved(
-                q_window, p_q_weight + o_qk * q_weight_c, q_weight_w, p_q_bias + o_qk, o_w, m_k, W, 1, HAS_BIAS
-            )
-            b_k = _convolved(
-                k_window, p_k_weight + o_qk * k_weight_c, k_weight_w, p_k_bias + o_qk, o_w, m_k, W, 1, HAS_BIAS
-            )
-            S, b_part = after_token(
-                S, b_q, b_k, b_v, b_g, beta, a, bias, m_k, scale, lower_bound,
-                GATE, QK_L2NORM, BETA_IS_LOGIT, NEG_EIGVAL,
-            )  # fmt: skip
-            tl.store(p_S + o_S, S.to(p_S.dtype.element_ty), mask=m_S)
-            b_o = tl.where((tl.arange(0, PARTS) == i_v)[:, None], b_part[None, :], b_o)
-            # Another warp may be yet to read what is overwritten here.
+            b_v = tl.load(p_v + n * v_b + i_hv * v_h + o_v, mask=m_v, other=0.0)
+            o_v += i_hv * V
+            v_weights = _vectors(p_v_weight, v_weight_w, o_v * v_weight_c, m_v, W)
+            v_bias = tl.zeros((MOST_V,), tl.float32)
+            if HAS_BIAS:
+                v_bias = tl.load(p_v_bias + o_v, mask=m_v, other=0.0)
+            o_v_conv = (2 * H * K + o_v) * conv_c
+            v_before = _vectors(p_conv, conv_w, o_v_conv, m_v & known, W - 1)
+            # The last inputs are needed first, so they are asked for before the state.
             tl.debug_barrier()
-            _keep(v_window, p_v_conv, conv_w, o_w, m_v, W, 0)
-        b_o *= tl.rsqrt(tl.sum(tl.sum(product(b_o, b_o), 1), 0) / V + eps) * b_norm * sigmoid(b_z)
-        tl.store(p_o + o_o, b_o.to(p_o.dtype.element_ty), mask=m_o)
+            o_row = (i_v * BV + tl.arange(0, ROWS) * (BV // ROWS))[:, None] + tl.arange(0, BV // ROWS)[None, :]
+            o_piece = (tl.arange(0, BK // PIECE) * PIECE)[:, None] + tl.arange(0, PIECE)[None, :]
+            m_S = (o_row < V)[:, :, None, None] & (o_piece < K)[None, None, :, :]
+            p_state = p_S + slot * S_n + i_hv * S_h
+            p_state += (o_row.to(tl.int64) * S_v)[:, :, None, None] + (o_piece.to(tl.int64) * S_k)[None, None, :, :]
+            S = tl.load(p_state, mask=m_S & known, other=0.0)
+            # Within one block the compiler puts loads off until others have been used: none gets past a barrier, and no
+            # use before a branch. And behind the barrier everybody has read the last inputs, which are overwritten now.
+            tl.debug_barrier()
+            if valid:
+                _keep(b_v, v_before, p_conv, conv_w, o_v_conv, m_v & (tl.arange(0, MOST_V) < BV), W)
+                is_first = (j == 0) & (i_v == 0)
+                _keep(b_qk, qk_before, p_conv, conv_w, o_qk_conv, m_qk & (o_qk < 2 * BK) & is_first, W)
+                # What is gathered passes through shared memory, and is then where the state needs it. The decay comes
+                # last, so that nothing waits for the state before all else is there.
+                y_v = tl.gather(_convolved(b_v, v_before, v_weights, v_bias, W), tl.arange(0, BV), 0)
+                y_qk = tl.reshape(_convolved(b_qk, qk_before, qk_weights, qk_bias, W), (MOST_QK // BK, BK))
+                unit = rstd(y_qk, QK_L2NORM) * tl.where(tl.arange(0, MOST_QK // BK) % 2 == 0, scale, 1.0)
+                y_qk = tl.reshape(y_qk * unit[:, None], (MOST_QK,))
+                y_q = tl.gather(y_qk, o_k, 0)
+                y_k = tl.gather(y_qk, BK + o_k, 0)
+                decay = exp2(log2_decay(b_g.to(tl.float32), tl.exp(A_log), bias, lower_bound, m_k, GATE))
+                decay = tl.gather(decay, o_k, 0)
+                y_beta = activated_beta(beta.to(tl.float32), BETA_IS_LOGIT, NEG_EIGVAL)
+                T, b_part = updated(tl.reshape(S.to(tl.float32), (BV, BK)), y_q, y_k, y_v, decay, y_beta)
+                T = tl.reshape(T, (ROWS, BV // ROWS, BK // PIECE, PIECE))
+                tl.store(p_state, T.to(p_S.dtype.element_ty), mask=m_S)
+                squares += tl.sum(product(b_part, b_part), 0)
+                b_o = tl.where((tl.arange(0, PARTS) == i_v)[:, None], b_part[None, :], b_o)
+        b_o *= tl.rsqrt(squares / V + eps) * b_norm.to(tl.float32) * sigmoid(b_z.to(tl.float32))
+        tl.store(p_o + o_o, tl.where(valid, b_o, 0.0).to(p_o.dtype.element_ty), mask=m_o)
         p_o += o_h
-    # As above: the barrier of the last value head has been passed.
-    _keep(q_window, p_q_conv, conv_w, o_w, m_k, W, 1)
-    _keep(k_window, p_k_conv, conv_w, o_w, m_k, W, 1)
