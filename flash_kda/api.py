@@ -77,16 +77,7 @@ def kda(
     options = (scale, output_final_state, qk_l2norm, beta_is_logit, allow_neg_eigval, state_layout, recompute)
     if torch.compiler.is_compiling():
         return ops.traced(*_arguments(tensors, gate, (*options, backend)))
-    return forms.run(
-        ("kda",),
-        tensors,
-        gate,
-        options,
-        backend,
-        lambda: check(*_arguments(tensors, gate, options)),
-        _launch,
-        differentiable=True,
-    )
+    return forms.run(("kda",), tensors, gate, options, backend, _check, _launch, differentiable=True)
 
 
 def _arguments(tensors: ForwardTensors, gate: Gate, options: tuple[Any, ...]) -> Any:
@@ -94,6 +85,10 @@ def _arguments(tensors: ForwardTensors, gate: Gate, options: tuple[Any, ...]) ->
     *rows, initial_state, cu_seqlens, _, _ = tensors
     scale, output_final_state, *others = options
     return *rows, gate, scale, initial_state, output_final_state, cu_seqlens, *others
+
+
+def _check(tensors: ForwardTensors, gate: Gate, options: tuple[Any, ...]) -> Inputs:
+    return check(*_arguments(tensors, gate, options))
 
 
 def _launch(module: dispatch.Backend, inputs: Inputs) -> tuple[tuple[Tensor, Maybe], Runner | None]:

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_kda import forms, ops
+from flash_kda import dispatch, forms, ops
 from flash_kda.checks_decode import check_decode
-from flash_kda.types import DecodeTensors, Gate, StateLayout
+from flash_kda.types import DecodeInputs, Decoder, DecodeTensors, Gate, StateLayout
 
 
 def kda_decode(
@@ -87,15 +87,15 @@ def kda_decode(
 
 def _decode(tensors: DecodeTensors, gate: Gate, options: tuple[Any, ...], backend: str) -> Tensor:
     """Run a call."""
-    return forms.run(
-        ("decode",),
-        tensors,
-        gate,
-        options,
-        backend,
-        lambda: check_decode(*tensors, gate, *options),
-        lambda module, call: module.run_decode(call),
-    )
+    return forms.run(("decode",), tensors, gate, options, backend, _check, _launch)
+
+
+def _check(tensors: DecodeTensors, gate: Gate, options: tuple[Any, ...]) -> DecodeInputs:
+    return check_decode(*tensors, gate, *options)
+
+
+def _launch(module: dispatch.Backend, call: DecodeInputs) -> tuple[Tensor, Decoder | None]:
+    return module.run_decode(call)
 
 
 @torch.library.custom_op("flash_kda::decode", mutates_args=("pool",))

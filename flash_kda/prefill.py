@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_kda import forms, ops
+from flash_kda import dispatch, forms, ops
 from flash_kda.checks_prefill import check_prefill
-from flash_kda.types import Checkpoints, Gate, PrefillTensors, StateLayout
+from flash_kda.types import Checkpoints, Gate, Prefiller, PrefillInputs, PrefillTensors, StateLayout
 
 
 def kda_prefill(
@@ -91,23 +91,26 @@ def _prefill(
     tensors: PrefillTensors, gate: Gate, options: tuple[Any, ...], has_checkpoints: bool, backend: str
 ) -> Tensor:
     """Run a call."""
+    check = _check_checkpoints if has_checkpoints else _check
+    return forms.run(("prefill", has_checkpoints), tensors, gate, options, backend, check, _launch)
 
-    def check() -> Any:
-        *others, offsets, cu_offsets, states, indices, out = tensors
-        # What is no tensor here the checks name.
-        checkpoints: Any = Checkpoints(offsets, cu_offsets, states, indices) if has_checkpoints else None  # type: ignore[arg-type]
-        arguments: Any = (*others, checkpoints, out, gate, *options)
-        return check_prefill(*arguments)
 
-    return forms.run(
-        ("prefill", has_checkpoints),
-        tensors,
-        gate,
-        options,
-        backend,
-        check,
-        lambda module, call: module.run_prefill(call),
-    )
+def _check(tensors: PrefillTensors, gate: Gate, options: tuple[Any, ...]) -> PrefillInputs:
+    *others, _, _, _, _, out = tensors
+    arguments: Any = (*others, None, out, gate, *options)
+    return check_prefill(*arguments)
+
+
+def _check_checkpoints(tensors: PrefillTensors, gate: Gate, options: tuple[Any, ...]) -> PrefillInputs:
+    *others, offsets, cu_offsets, states, indices, out = tensors
+    # What is no tensor here the checks name.
+    checkpoints = Checkpoints(offsets, cu_offsets, states, indices)  # type: ignore[arg-type]
+    arguments: Any = (*others, checkpoints, out, gate, *options)
+    return check_prefill(*arguments)
+
+
+def _launch(module: dispatch.Backend, call: PrefillInputs) -> tuple[Tensor, Prefiller | None]:
+    return module.run_prefill(call)
 
 
 @torch.library.custom_op("flash_kda::prefill", mutates_args=("pool", "states"))

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_kda import forms, ops
+from flash_kda import dispatch, forms, ops
 from flash_kda.checks_step import check_step, triple
-from flash_kda.types import Gate, StateLayout, StepTensors
+from flash_kda.types import Gate, StateLayout, StepInputs, Stepper, StepTensors
 
 
 def kda_decode_step(
@@ -96,15 +96,15 @@ def kda_decode_step(
 
 def _step(tensors: StepTensors, gate: Gate, options: tuple[Any, ...], backend: str) -> Tensor:
     """Run a call."""
-    return forms.run(
-        ("step",),
-        tensors,
-        gate,
-        options,
-        backend,
-        lambda: check_step(*tensors, gate, *options),
-        lambda module, call: module.run_step(call),
-    )
+    return forms.run(("step",), tensors, gate, options, backend, _check, _launch)
+
+
+def _check(tensors: StepTensors, gate: Gate, options: tuple[Any, ...]) -> StepInputs:
+    return check_step(*tensors, gate, *options)
+
+
+def _launch(module: dispatch.Backend, call: StepInputs) -> tuple[Tensor, Stepper | None]:
+    return module.run_step(call)
 
 
 @torch.library.custom_op("flash_kda::decode_step", mutates_args=("pool", "conv_pool"))

@@ -37,7 +37,7 @@ def fresh_choices() -> Iterator[None]:
 def forget() -> None:
     """Forget which backend runs what, and how."""
     dispatch._choose.cache_clear()
-    forms.form.cache_clear()
+    forms.forget()
 
 
 def selected(request: pytest.FixtureRequest, parameter: str, fixture: str) -> list[Any]:

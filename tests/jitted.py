@@ -78,6 +78,7 @@ def launch_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(launch.triton, "__version__", "3.6.0")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(backend, "supports", lambda problem: None)
     for module in (decode_launch, forward):
         monkeypatch.setattr(module, "device_facts", lambda index: H200)

@@ -73,7 +73,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch, kernel: Any = None) -> list[st
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: found.append(what["repr"]))
     if kernel is not None:
         monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
-        forms.form.cache_clear()
+        forms.forget()
     return found
 
 

@@ -186,6 +186,24 @@ def test_errors_come_after_a_known_form_as_before(
     assert (len(remembering.checked), len(remembering.direct)) == (1, 1)
 
 
+@torch.no_grad()
+def test_a_wrong_option_is_refused_after_another_like_it(remembering: Remembering) -> None:
+    """Whatever comparing the two gives."""
+    for _ in range(3):
+        with pytest.raises(TypeError, match=r"^scale: got tensor"):
+            flash_kda.kda(**BASE.build() | {"scale": torch.ones(2)}, backend="cpu")
+    assert not remembering.checked
+
+
+@torch.no_grad()
+def test_forms_in_turn(remembering: Remembering) -> None:
+    """Each is found again, though it is not the last call's."""
+    for _ in range(3):
+        for B in (1, 2, 3):
+            flash_kda.kda(**BASE.but(B=B).build(), backend="cpu")
+    assert (len(remembering.checked), len(remembering.direct)) == (3, 6)
+
+
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @torch.no_grad()
 def test_values_on_the_cpu_are_checked_in_every_call(backend: str) -> None:

@@ -289,7 +289,7 @@ def test_replay_is_eager(case: DecodeCase) -> None:
 @torch.no_grad()
 def test_a_known_form_gives_the_bits_of_a_checked_call(case: DecodeCase) -> None:
     first, second, other = (replace(case, seed=seed).build("cuda") for seed in (0, 0, 1))
-    forms.form.cache_clear()
+    forms.forget()
     o = run(TRITON, first)
     run(TRITON, other)
     assert_same_bits(run(TRITON, second), o, "o")

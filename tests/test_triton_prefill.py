@@ -281,7 +281,7 @@ def test_replay_is_eager(case: PrefillCase) -> None:
 @torch.no_grad()
 def test_a_known_form_gives_the_bits_of_a_checked_call(case: PrefillCase) -> None:
     first, second, other = (case.build("cuda"), case.build("cuda"), on_a_gpu.turned(case, 1).build("cuda"))
-    forms.form.cache_clear()
+    forms.forget()
     o = run(TRITON, first)
     run(TRITON, other)
     assert_same_bits(run(TRITON, second), o, "o")

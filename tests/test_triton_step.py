@@ -277,7 +277,7 @@ def test_replay_is_eager(case: StepCase) -> None:
 @torch.no_grad()
 def test_a_known_form_gives_the_bits_of_a_checked_call(case: StepCase) -> None:
     first, second = (case.build("cuda") for _ in range(2))
-    forms.form.cache_clear()
+    forms.forget()
     o = run(TRITON, first)
     assert_same_bits(run(TRITON, second), o, "o")
     assert forms.form.cache_info().currsize == 1

@@ -6,6 +6,7 @@ FLA and SGLang look for a module ``flash_kda`` and call ``fwd``; both find this 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from numbers import Integral
 from typing import Any, cast
 
@@ -87,7 +88,8 @@ def fwd(
     with torch.no_grad():
         if checkpoint_state is None and checkpoint_offsets is None and checkpoint_indptr is None:
             given = (*tensors, workspace)
-            forms.run(("fwd",), given, gate, (scale,), "auto", checked, lambda module, x: _launch(module, x, tensors))
+            launch = partial(_launch, tensors=tensors)
+            forms.run(("fwd",), given, gate, (scale,), "auto", lambda *_: checked(), launch)
             return
         inputs = checked()
         kept = _checkpoints(inputs.num_sequences, checkpoint_state, checkpoint_offsets, checkpoint_indptr)

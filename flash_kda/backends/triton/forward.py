@@ -23,7 +23,7 @@ from flash_kda.backends.triton.config import (
     slots,
     workspace,
 )
-from flash_kda.backends.triton.launch import Launch, Plan, Scratch
+from flash_kda.backends.triton.launch import Launch, Plan, Scratch, is_alone
 from flash_kda.backends.triton.prepare import prepare
 from flash_kda.backends.triton.recurrence import recurrence
 from flash_kda.types import (
@@ -361,7 +361,7 @@ def forward_of_gradients(inputs: Inputs, planner: Planner | None = None) -> tupl
 def runner(inputs: Inputs, planner: Planner | None = None) -> Runner | None:
     """Calls of this call's form as a function of their tensors; None where a call is no single :func:`launch`."""
     call, state = inputs.signature, _state_of(inputs)
-    problem, device, index = call.problem, call.device, call.device.index
+    problem, device, index, alone = call.problem, call.device, call.device.index, is_alone()
     if problem.N == 0 or problem.T == 0 or not _is_whole(problem):
         return None
     cu = inputs.cu_seqlens
@@ -377,7 +377,7 @@ def runner(inputs: Inputs, planner: Planner | None = None) -> Runner | None:
         if found is None:
             found = _plan_for(call, out, final, planner)
         given = (q, k, v, g, beta, A_log, dt_bias, cu, S0, final, out)
-        if torch.cuda.current_device() == index:
+        if alone or torch.cuda.current_device() == index:
             found(given)
         else:
             with torch.cuda.device(device):

@@ -175,6 +175,11 @@ def _runner(compiled: Any, has_matrices: bool) -> tuple[Callable[..., object], t
     return run, (function, metadata, *no_hooks)
 
 
+def is_alone() -> bool:
+    """Whether there is one device, which then is the current one: asking for that takes longer than a branch."""
+    return torch.cuda.device_count() == 1
+
+
 def _hooked() -> bool:
     """Whether anybody, such as a profiler, wants to be told of launches."""
     runtime = triton.knobs.runtime
