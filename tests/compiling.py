@@ -116,7 +116,6 @@ class Built:
         arithmetic: how many multiply-adds, products, sums and differences.
         order: loads from and stores to memory, and barriers, as the compiler has them in the end.
         late_loads: of 16 bytes by a thread, after the first exchange between threads of a warp in the machine's code.
-        waits: whether it waits for the launch before.
         unrounded: products that a lane adds as they are to another lane's rounded one, in the machine's code.
     """
 
@@ -131,7 +130,6 @@ class Built:
     arithmetic: tuple[int, ...] = ()
     order: tuple[str, ...] = ()
     late_loads: int = 0
-    waits: bool = False
     unrounded: int = 0
 
 
@@ -218,7 +216,6 @@ def compile_launch(
         arithmetic=tuple(ptx.count(f"{kind}.f32") for kind in ("fma.rn", "mul", "add", "sub")),
         order=tuple(re.findall(r"tt\.load|tt\.store|gpu\.barrier", ttgir)),
         late_loads=len(re.findall(r"\bLDG\.E\S*\.128\b", sass.partition("SHFL")[2])),
-        waits="griddepcontrol.wait" in ptx,
         unrounded=unrounded(sass),
     )
 
