@@ -99,7 +99,7 @@ def assert_nothing_is_missing(launch: Launch, dtypes: Dtypes) -> None:
             continue
         # Strides are integers that Triton may specialise on; of other numbers it must not.
         is_stride = re.fullmatch(r"\w+_[bchkntvw]", parameter.name) is not None
-        assert is_stride != parameter.do_not_specialize, parameter.name
+        assert is_stride or parameter.do_not_specialize, parameter.name
         assert not is_stride or type(launch.values[parameter.name]) is int, parameter.name
 
 
@@ -145,7 +145,8 @@ def source_of(launch: Launch, dtypes: Dtypes) -> Any:
         name, free = parameter.name, not parameter.do_not_specialize
         if name.startswith("p_"):
             signature[name] = f"*{types[dtypes[name[2:]]]}"
-            divisible.append(i)
+            if not parameter.do_not_specialize_on_alignment:
+                divisible.append(i)
             continue
         value = launch.values[name]
         if parameter.is_constexpr or (free and value == 1):

@@ -131,6 +131,24 @@ def builds() -> list[StepBuild]:
     return found
 
 
+@pytest.mark.parametrize("sizes", [{}, {"H": 1, "HV": 3, "K": 33, "V": 17, "dtype": torch.float32}], ids=str)
+def test_any_rows_are_compiled_alike(sizes: dict[str, Any]) -> None:
+    """How a row's sums are made depends neither on how many rows there are nor on where they lie."""
+    from flash_kda.backends.triton.step import step
+
+    sources = []
+    for B in (1, 6, 128):
+        problem = Problem(**{"B": B, "T": 1, "H": 12, "state_dtype": torch.float32, "op": "step"} | sizes)
+        dtypes, launch = StepBuild(90, problem, known=True).launch()
+        source = compiling.source_of(launch, dtypes)
+        sources.append((source.signature, source.constants, source.attrs))
+    assert sources[0] == sources[1] == sources[2]
+    aligned = {x.name for x in step.params if x.name.startswith("p_") and not x.do_not_specialize_on_alignment}
+    assert {name[2:] for name in aligned} == {
+        *("A_log", "dt_bias", "S", "conv", "norm", "q_weight", "k_weight", "v_weight", "q_bias", "k_bias", "v_bias")
+    }
+
+
 @every(builds())
 def test_compiles(build: StepBuild, built: Built) -> None:
     """Next to nothing spills, states move in pieces of 16 bytes, and last inputs are all read before one is written.
