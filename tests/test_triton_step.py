@@ -25,7 +25,7 @@ from torch import Tensor
 
 import flash_kda
 from flash_kda import forms
-from flash_kda.backends.triton.config import StepConfig, configure_step
+from flash_kda.backends.triton.config import STEP_CHANNELS, StepConfig, configure_step
 from flash_kda.bench import harness
 from flash_kda.types import DecodeInputs, Problem, StepInputs, gate_parameters
 
@@ -208,9 +208,9 @@ def test_configurations_are_sound(layout: str) -> None:
         assert 1 <= per_thread <= 64
         assert c.warps <= 8
         assert c.BV % c.rows == c.BK % c.piece == 0
-        if layout == "vk" and per_thread >= 16:
-            assert c.BV // c.rows * min(16, c.BK) == per_thread, "along V"
-            assert c.BK // c.piece * (16 // state.itemsize) == 16, "along K"
+        if layout == "vk" and per_thread >= STEP_CHANNELS:
+            assert c.BV // c.rows * min(STEP_CHANNELS, c.BK) == per_thread, "along V"
+            assert c.BK // c.piece * (16 // state.itemsize) == STEP_CHANNELS, "along K"
         assert c == configure_step(replace(problem, B=999), layout), "a row's bits depend on the number of rows"
 
 
