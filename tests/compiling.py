@@ -99,7 +99,7 @@ def assert_nothing_is_missing(launch: Launch, dtypes: Dtypes) -> None:
             continue
         # Strides are integers that Triton may specialise on; of other numbers it must not.
         is_stride = re.fullmatch(r"\w+_[bchkntvw]", parameter.name) is not None
-        assert is_stride != parameter.do_not_specialize, parameter.name
+        assert is_stride or parameter.do_not_specialize, parameter.name
         assert not is_stride or type(launch.values[parameter.name]) is int, parameter.name
 
 
@@ -116,7 +116,6 @@ class Built:
         arithmetic: how many multiply-adds, products, sums and differences.
         order: loads from and stores to memory, and barriers, as the compiler has them in the end.
         late_loads: of 16 bytes by a thread, after the first exchange between threads of a warp in the machine's code.
-        waits: whether it waits for the launch before.
         unrounded: products that a lane adds as they are to another lane's rounded one, in the machine's code.
     """
 
@@ -131,7 +130,6 @@ class Built:
     arithmetic: tuple[int, ...] = ()
     order: tuple[str, ...] = ()
     late_loads: int = 0
-    waits: bool = False
     unrounded: int = 0
 
 
@@ -147,7 +145,8 @@ def source_of(launch: Launch, dtypes: Dtypes) -> Any:
         name, free = parameter.name, not parameter.do_not_specialize
         if name.startswith("p_"):
             signature[name] = f"*{types[dtypes[name[2:]]]}"
-            divisible.append(i)
+            if not parameter.do_not_specialize_on_alignment:
+                divisible.append(i)
             continue
         value = launch.values[name]
         if parameter.is_constexpr or (free and value == 1):
@@ -218,7 +217,6 @@ def compile_launch(
         arithmetic=tuple(ptx.count(f"{kind}.f32") for kind in ("fma.rn", "mul", "add", "sub")),
         order=tuple(re.findall(r"tt\.load|tt\.store|gpu\.barrier", ttgir)),
         late_loads=len(re.findall(r"\bLDG\.E\S*\.128\b", sass.partition("SHFL")[2])),
-        waits="griddepcontrol.wait" in ptx,
         unrounded=unrounded(sass),
     )
 

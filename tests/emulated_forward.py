@@ -1,6 +1,6 @@
 """Forward and prefill calls on Hopper in Python: all launches that the backend describes, by their kernels' own source.
 
-Each launch sees what those before it have stored, and is told which tensors none of them writes.
+Each launch sees what those before it have stored.
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ from flash_kda.backends.hopper.config import HopperConfig
 from flash_kda.backends.triton.config import configure
 from flash_kda.types import PrefillInputs
 
-# What calls write. The states that a prefill reads lie in tensors that it writes, too, but not before it reads them.
-RESULTS = ("o", "S", "kept")
-
 
 def _arrive(bar: Any, count: int = 1) -> None:
     """The compiler has all threads of a warpgroup come together before one of them arrives."""
@@ -40,11 +37,10 @@ def _runner(names: Sequence[str], described: Any, last_first: bool) -> Callable[
         for name, (elements, dtype) in scratch.items():
             fill = torch.nan if dtype.is_floating_point else -1
             tensors[name] = torch.full((elements,), fill, dtype=dtype) if elements else None
-        inputs = set(names) - set(RESULTS)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(emulated_gluon.HARDWARE["mbarrier"], "arrive", _arrive)
             for launch in launches:
-                emulated_gluon.run(launch, tensors, inputs=inputs, last_first=last_first)
+                emulated_gluon.run(launch, tensors, last_first=last_first)
 
     return run
 

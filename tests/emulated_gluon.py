@@ -6,12 +6,10 @@ of a program share.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -33,15 +31,10 @@ TINY = 2.0**-126
 
 @dataclass
 class Pointer:
-    """An address, or many of them: elements of the storage behind ``data``, from its first one on.
-
-    Attributes:
-        is_input: no launch before this one has written it.
-    """
+    """An address, or many of them: elements of the storage behind ``data``, from its first one on."""
 
     data: Tensor | None
     at: Any = 0
-    is_input: bool = False
 
     @property
     def dtype(self) -> Any:
@@ -49,7 +42,7 @@ class Pointer:
         return SimpleNamespace(element_ty=self.data.dtype)
 
     def __add__(self, other: Any) -> Pointer:
-        return Pointer(self.data, self.at + other, self.is_input)
+        return Pointer(self.data, self.at + other)
 
     @property
     def flat(self) -> Tensor:
@@ -63,7 +56,6 @@ def _load(p: Pointer, mask: Any = True, other: Any = 0) -> Value:
     at, mask = torch.broadcast_tensors(torch.as_tensor(p.at), torch.as_tensor(mask))
     flat = p.flat
     assert not bool((mask & ((at < 0) | (at >= len(flat)))).any()), "a load outside of its tensor"
-    hardware.program().current.reads(p.is_input or not bool(mask.any()))
     if not len(flat):
         return value(torch.full(at.shape, other, dtype=flat.dtype))
     found = flat[torch.where(mask, at, 0).long()]
@@ -75,7 +67,6 @@ def _store(p: Pointer, x: Any, mask: Any = True) -> None:
     at, x, mask = torch.broadcast_tensors(torch.as_tensor(p.at), torch.as_tensor(x), torch.as_tensor(mask))
     at, x = at[mask].long(), x[mask]
     assert not bool(((at < 0) | (at >= len(flat))).any()), "a store outside of its tensor"
-    hardware.program().current.writes()
     flat[at] = x.as_subclass(Tensor).to(flat.dtype)
 
 
@@ -180,9 +171,6 @@ HARDWARE = {
     "warpgroup_mma": hardware.warpgroup_mma,
     "warpgroup_mma_wait": hardware.warpgroup_mma_wait,
     "mma_v2": hardware.dot,
-    "wait_for_launch_before": hardware.wait_for_launch_before,
-    # Whether the next launch has started makes no difference to this one.
-    "let_next_launch_start": lambda: None,
 }
 
 
@@ -193,12 +181,12 @@ def emulate(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
 
     functions = [x for x in vars(module).values() if isinstance(x, JITFunction)]
     for name, x in list(vars(module).items()):
-        if name in HARDWARE:
-            monkeypatch.setattr(module, name, HARDWARE[name])
-        elif isinstance(x, JITFunction):
+        if isinstance(x, JITFunction):
             monkeypatch.setattr(module, name, x.fn)
         elif isinstance(x, constexpr):
             monkeypatch.setattr(module, name, x.value)
+        elif name in HARDWARE:
+            monkeypatch.setattr(module, name, HARDWARE[name])
     if hasattr(module, "INTERPRETED"):
         # What has no inline assembly.
         monkeypatch.setattr(module, "INTERPRETED", True)
@@ -206,29 +194,23 @@ def emulate(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
         emulate(monkeypatch, sys.modules[function.fn.__module__])
 
 
-def _descriptor(matrix: Matrix, tensor: Tensor | None, is_input: bool) -> hardware.Descriptor:
+def _descriptor(matrix: Matrix, tensor: Tensor | None) -> hardware.Descriptor:
     assert tensor is not None
     assert tensor.data_ptr() % 16 == 0
     shape, strides = (matrix.rows, matrix.columns), (matrix.stride, 1)
-    return hardware.Descriptor(tensor.detach().as_strided(shape, strides), matrix.block, is_input)
+    return hardware.Descriptor(tensor.detach().as_strided(shape, strides), matrix.block)
 
 
-def run(
-    launch: Launch, tensors: Mapping[str, Tensor | None], *, inputs: Collection[str] = (), last_first: bool = True
-) -> None:
-    """A launch, program by program, on tensors by their names; see ``hardware.Program``.
-
-    Args:
-        inputs: names of the tensors that no launch before has written.
-    """
+def run(launch: Launch, tensors: Mapping[str, Tensor | None], *, last_first: bool = True) -> None:
+    """A launch, program by program, on tensors by their names; see ``hardware.Program``."""
     given: dict[str, Any] = {}
     for parameter in launch.kernel.params:
         name = parameter.name
         if name.startswith("d_"):
             matrix = launch.matrices[name[2:]]
-            given[name] = _descriptor(matrix, tensors[matrix.tensor], matrix.tensor in inputs)
+            given[name] = _descriptor(matrix, tensors[matrix.tensor])
         elif name.startswith("p_"):
-            given[name] = Pointer(tensors[name[2:]], is_input=name[2:] in inputs)
+            given[name] = Pointer(tensors[name[2:]])
         else:
             x = launch.values[name]
             is_constant = parameter.is_constexpr or x is None
@@ -237,23 +219,5 @@ def run(
         kernel = launch.kernel.fn
         emulate(patch, sys.modules[kernel.__module__])
         for number in range(launch.programs):
-            overlaps = launch.options.get("launch_pdl", False)
-            with hardware.running(number, launch.programs, launch.options["num_warps"], last_first, overlaps):
+            with hardware.running(number, launch.programs, launch.options["num_warps"], last_first):
                 kernel(**given)
-
-
-def change(monkeypatch: pytest.MonkeyPatch, folder: Path, host: ModuleType, name: str, old: str, new: str) -> None:
-    """Have a module launch another version of one of its kernels, in whose source one line is changed."""
-    original = sys.modules[getattr(host, name).fn.__module__]
-    assert original.__file__
-    source = Path(original.__file__).read_text()
-    assert old in source, "the line is no more"
-    path = folder / "changed.py"
-    path.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location(f"changed_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(host, name, getattr(module, name))

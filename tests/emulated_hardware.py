@@ -8,9 +8,7 @@ on a GPU is an error:
 - hardware reading what threads stored without a fence and a barrier;
 - an operand of a product, or what a copy out reads, that changed before the kernel waited for it;
 - storing where a copy out may still read, and arriving at a barrier while other threads may not have come so far;
-- using a product too early, copies of other sizes than a barrier expects, and barriers that nobody reaches;
-- in a launch that may overlap with the one before: to store anything, or to read what is not among the call's inputs,
-  before the wait for that one, and to end without it.
+- using a product too early, copies of other sizes than a barrier expects, and barriers that nobody reaches.
 """
 
 from __future__ import annotations
@@ -60,15 +58,10 @@ def value(x: Any, dtype: torch.dtype | None = None) -> Value:
 
 @dataclass
 class Descriptor:
-    """A matrix whose blocks the hardware copies: what lies outside is zero, and is not written.
-
-    Attributes:
-        is_input: no launch before this one has written it.
-    """
+    """A matrix whose blocks the hardware copies: what lies outside is zero, and is not written."""
 
     data: Tensor
     block: tuple[int, int]
-    is_input: bool = False
     layout: None = None
 
     @property
@@ -108,8 +101,6 @@ class Partition:
     # Copies that one thread knows to have been read, and whether all threads have done what this one has.
     read: list[CopyOut] = field(default_factory=list)
     is_together: bool = True
-    # For the launch before; nothing is to be waited for where this one does not overlap with it.
-    has_waited: bool = True
     is_done: bool = False
     waits_for: tuple[Barrier, int] | None = None
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -121,14 +112,7 @@ class Partition:
     def goes_on(self) -> bool:
         return not self.is_done and (self.waits_for is None or self.waits_for[0].is_past(self.waits_for[1]))
 
-    def reads(self, is_input: bool) -> None:
-        assert is_input or self.has_waited, "read before the launch before had ended"
-
-    def writes(self) -> None:
-        assert self.has_waited, "written before the launch before had ended"
-
     def finish(self) -> None:
-        assert self.has_waited, "ended before the launch before"
         assert not self.products, "products that nobody waited for"
         assert not self.copies, "copies out of shared memory that nobody waited for"
 
@@ -139,12 +123,11 @@ class Program:
     Args:
         last_first: of the partitions that could go on, the last one does: the one that copies, as far ahead as
             barriers let it. Otherwise it goes on when nobody else can.
-        overlaps: whether the launch before may still run.
     """
 
-    def __init__(self, number: int, programs: int, warps: int, last_first: bool, overlaps: bool) -> None:
+    def __init__(self, number: int, programs: int, warps: int, last_first: bool) -> None:
         self.number, self.programs, self.warps, self.last_first = number, programs, warps, last_first
-        self.current = Partition(warps, has_waited=not overlaps)
+        self.current = Partition(warps)
         self.partitions: list[Partition] = []
         self.barriers: list[Barrier] = []
         self.error: BaseException | None = None
@@ -199,7 +182,7 @@ class Program:
     ) -> None:
         whole = self.current
         assert len(warps) == len(functions) - 1
-        self.partitions = [Partition(n, has_waited=whole.has_waited) for n in (self.warps, *warps)]
+        self.partitions = [Partition(n) for n in (self.warps, *warps)]
         threads = [
             threading.Thread(target=self._run, args=(x, *given), daemon=True)
             for x, given in zip(self.partitions, functions, strict=True)
@@ -213,7 +196,6 @@ class Program:
         self.finished.acquire()
         for thread in threads:
             thread.join()
-        whole.has_waited = True
         self.current, self.partitions = whole, []
         if self.error:
             raise self.error
@@ -227,10 +209,10 @@ _PROGRAM: Program | None = None
 
 
 @contextmanager
-def running(number: int, programs: int, warps: int, last_first: bool, overlaps: bool) -> Iterator[None]:
+def running(number: int, programs: int, warps: int, last_first: bool) -> Iterator[None]:
     """One program of a launch; see :class:`Program`."""
     global _PROGRAM
-    _PROGRAM = Program(number, programs, warps, last_first, overlaps)
+    _PROGRAM = Program(number, programs, warps, last_first)
     try:
         yield
         _PROGRAM.finish()
@@ -423,10 +405,6 @@ def thread_barrier() -> None:
     program().pause()
 
 
-def wait_for_launch_before() -> None:
-    program().current.has_waited = True
-
-
 def init(bar: Shared, count: int) -> None:
     bar.barriers[bar.data.storage_offset()] = Barrier(count, count)
     program().barriers.append(bar.barrier)
@@ -452,7 +430,6 @@ def copy_in(source: Descriptor, at: Sequence[Any], bar: Shared, into: Shared) ->
     assert tuple(into.data.shape) == source.block
     assert into.data.dtype == source.data.dtype
     assert not bool((into.state == COPYING).any()), "two copies to one place"
-    program().current.reads(source.is_input)
     into.data.fill_(math.nan)
     into.state.fill_(COPYING)
     bar.barrier.copies.append(CopyIn(source, at, into))
@@ -462,7 +439,6 @@ def copy_in(source: Descriptor, at: Sequence[Any], bar: Shared, into: Shared) ->
 def copy_out(into: Descriptor, at: Sequence[Any], source: Shared) -> None:
     assert tuple(source.data.shape) == into.block
     assert source.data.dtype == into.data.dtype
-    program().current.writes()
     program().current.copies.append(CopyOut(into, at, source, source.seen_by_hardware()))
 
 

@@ -20,10 +20,7 @@ STREAM = 7
 
 
 class Compiled:
-    """What a plan uses of a compiled kernel; ``direct`` gets its key and the arguments of every launch past Triton.
-
-    The key is that of :class:`Jitted`, options and all.
-    """
+    """What a plan uses of a compiled kernel; ``direct`` gets its key and the arguments of every launch past Triton."""
 
     packed_metadata = ("packed",)
 
@@ -33,8 +30,7 @@ class Compiled:
 
         self.function = key
         self.run = mock.Mock(side_effect=run, global_scratch_size=scratch, profile_scratch_size=0)
-        self.run.launch_cooperative_grid = "cooperative"
-        self.run.launch_pdl = dict(key[1]).get("launch_pdl", False)
+        self.run.launch_cooperative_grid, self.run.launch_pdl = "cooperative", "pdl"
         self.run.launch.side_effect = run
 
 

@@ -123,8 +123,7 @@ def test_copyable(spoil: Any, copyable: bool) -> None:
         (Problem(T=65536, H=8), (1, 8192)),
         (Problem(T=4095, H=8), (1, None)),
         (Problem(T=65536, H=8, V=256), (1, None)),
-        (Problem(T=73600, H=8, N=64, packed=True), (1, 8192)),
-        (Problem(T=65536, H=8, N=1, packed=True), (1, 7296)),
+        (Problem(T=73600, H=8, N=64, packed=True), (1, 9216)),
         (Problem(T=8192, H=8, N=64, packed=True), (2, None)),
     ],
     ids=str,
@@ -141,9 +140,7 @@ def test_segments_cover_all_tokens_and_fill_the_device() -> None:
         assert tokens is not None
         assert tokens % hopper_config.CHUNK == 0
         assert segments(p, tokens) * tokens >= T
-        assert (segments(p, tokens) - (4 if packed else 0)) * H * 2 <= DEVICE.multiprocessors
-        # Where sequences are packed two walks may share one.
-        assert (configure(p, DEVICE).walk_registers == 128) == packed
+        assert (segments(p, tokens) - (3 if packed else 0)) * H * 2 <= DEVICE.multiprocessors
 
 
 # Compilation without a GPU.
@@ -231,7 +228,6 @@ def test_kernels_compile(name: str) -> None:
     for launch, (kernel, budget) in zip(launches, expected, strict=True):
         built = compile_launch(launch, dtypes, 90, gluon_source_of)
         assert_fits(built, 90, budget)
-        assert built.waits == launch.options.get("launch_pdl", False)
         if kernel == "prepare_warp":
             programs = hopper_config.PREPARE_PROGRAMS
             assert programs * (built.shared + 1024) <= DEVICE.shared_memory_per_multiprocessor

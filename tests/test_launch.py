@@ -91,7 +91,7 @@ def test_later_launches_are_direct() -> None:
     assert empty.call_count == 1, "one allocation for all scratch memory"
     ((key, arguments),) = f.direct
     start = arguments[-3]
-    fixed = (key, "cooperative", False, None, None, ("packed",), None, None, None)
+    fixed = (key, "cooperative", "pdl", None, None, ("packed",), None, None, None)
     pointers = (start + launch.ALIGNMENT, x.data_ptr(), x.data_ptr(), y.data_ptr(), x.data_ptr(), start)
     assert arguments == (5, 1, 1, STREAM, *fixed, *pointers, 2, 1)
 

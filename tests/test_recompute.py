@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -278,8 +279,10 @@ def test_what_is_kept_on_a_gpu(backend: str, case: Case) -> None:
         taped, found = leaves(call)
         o, S = run(target, taped, recompute=recompute)  # compiled, and the allocator warm
         del o, S
+        gc.collect()
         before = torch.cuda.memory_stats()["requested_bytes.all.current"]
         o, S = run(target, taped, recompute=recompute)
+        gc.collect()  # what others have left must not go between the two
         taken[recompute] = torch.cuda.memory_stats()["requested_bytes.all.current"] - before
     kept = kept_of(o)
     assert kept is not None

@@ -86,7 +86,7 @@ def test_cases_cover_the_configurations_for_hopper(monkeypatch: pytest.MonkeyPat
     for name, c in found.items():
         assert (c.segment is not None) == ("-cut" in name)
         assert (c.parts == 2) == ("-parts" in name)
-        assert (c.walk_registers is not None) == ("-sharing" in name or name == "hopper-cut-packed")
+        assert (c.walk_registers is not None) == ("-sharing" in name)
 
 
 def test_reports() -> None:

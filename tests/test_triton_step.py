@@ -25,7 +25,7 @@ from torch import Tensor
 
 import flash_kda
 from flash_kda import forms
-from flash_kda.backends.triton.config import StepConfig, configure_step
+from flash_kda.backends.triton.config import STEP_CHANNELS, StepConfig, configure_step
 from flash_kda.bench import harness
 from flash_kda.types import DecodeInputs, Problem, StepInputs, gate_parameters
 
@@ -131,6 +131,24 @@ def builds() -> list[StepBuild]:
     return found
 
 
+@pytest.mark.parametrize("sizes", [{}, {"H": 1, "HV": 3, "K": 33, "V": 17, "dtype": torch.float32}], ids=str)
+def test_any_rows_are_compiled_alike(sizes: dict[str, Any]) -> None:
+    """How a row's sums are made depends neither on how many rows there are nor on where they lie."""
+    from flash_kda.backends.triton.step import step
+
+    sources = []
+    for B in (1, 6, 128):
+        problem = Problem(**{"B": B, "T": 1, "H": 12, "state_dtype": torch.float32, "op": "step"} | sizes)
+        dtypes, launch = StepBuild(90, problem, known=True).launch()
+        source = compiling.source_of(launch, dtypes)
+        sources.append((source.signature, source.constants, source.attrs))
+    assert sources[0] == sources[1] == sources[2]
+    aligned = {x.name for x in step.params if x.name.startswith("p_") and not x.do_not_specialize_on_alignment}
+    assert {name[2:] for name in aligned} == {
+        *("A_log", "dt_bias", "S", "conv", "norm", "q_weight", "k_weight", "v_weight", "q_bias", "k_bias", "v_bias")
+    }
+
+
 @every(builds())
 def test_compiles(build: StepBuild, built: Built) -> None:
     """Next to nothing spills, states move in pieces of 16 bytes, and last inputs are all read before one is written.
@@ -190,9 +208,9 @@ def test_configurations_are_sound(layout: str) -> None:
         assert 1 <= per_thread <= 64
         assert c.warps <= 8
         assert c.BV % c.rows == c.BK % c.piece == 0
-        if layout == "vk" and per_thread >= 16:
-            assert c.BV // c.rows * min(16, c.BK) == per_thread, "along V"
-            assert c.BK // c.piece * (16 // state.itemsize) == 16, "along K"
+        if layout == "vk" and per_thread >= STEP_CHANNELS:
+            assert c.BV // c.rows * min(STEP_CHANNELS, c.BK) == per_thread, "along V"
+            assert c.BK // c.piece * (16 // state.itemsize) == STEP_CHANNELS, "along K"
         assert c == configure_step(replace(problem, B=999), layout), "a row's bits depend on the number of rows"
 
 

@@ -40,20 +40,10 @@ LEAST_SEGMENTS, LEAST_TOKENS = 3, 4096
 LEAST_AVERAGE = 512
 
 
-def _shares(problem: Problem) -> bool:
-    """Whether two walks of segments share a multiprocessor, so that short sequences need not wait for a long one's.
-
-    Checkpoints leave too few registers for that.
-    """
-    return problem.packed and not problem.checkpoints
-
-
 def segment(problem: Problem, device: Device) -> int | None:
     """Tokens of a segment where the walks of whole sequences would leave most multiprocessors idle, otherwise None.
 
-    Of packed sequences one may hold nearly all tokens. They are cut as one of all tokens would be into a segment more
-    than there is room for, so that a shorter one has as many as there is. If one does have more, two walks of the last
-    launch share a multiprocessor; in the launch before, the segments at the ends have less to do.
+    Of packed sequences one may hold all tokens, and is to be cut as if it did.
     """
     p = problem
     walks = (1 if p.packed else p.B) * (p.HV or p.H) * (p.V // BV)
@@ -61,7 +51,7 @@ def segment(problem: Problem, device: Device) -> int | None:
     is_short = p.packed and LEAST_AVERAGE * (p.N or 1) > p.T
     if p.V != p.K or segments < LEAST_SEGMENTS or p.T < LEAST_TOKENS or is_short:
         return None
-    return math.ceil(p.T / (segments + _shares(p)) / CHUNK) * CHUNK
+    return math.ceil(p.T / segments / CHUNK) * CHUNK
 
 
 def segments(problem: Problem, tokens: int) -> int:
@@ -77,8 +67,7 @@ def configure(problem: Problem, device: Device) -> HopperConfig:
     programs = max(1, p.N or p.B) * (p.HV or p.H) * (p.V // BV)
     prepare_programs = PREPARE_PROGRAMS * device.multiprocessors
     if (cut := segment(p, device)) is not None:
-        stages, registers = (2, 128) if _shares(p) else (4, None)
-        return HopperConfig(prepare_programs, parts=1, stages=stages, walk_registers=registers, segment=cut)
+        return HopperConfig(prepare_programs, parts=1, stages=4, walk_registers=None, segment=cut)
     if programs <= device.multiprocessors:
         return HopperConfig(prepare_programs, parts=1, stages=4, walk_registers=None)
     if p.V % (2 * BV) == 0:

@@ -23,10 +23,6 @@ from flash_kda.types import Inputs, Layout, Maybe, Runner, Signature
 
 # Value columns of a program of the scan over segments.
 SCAN_BV = 16
-# Chunks in flight where segments' maps are made.
-MAP_STAGES = 4
-# Whether launches after the first start while the one before them ends (programmatic dependent launch).
-OVERLAP = True
 
 
 def rows_of(call: Signature, name: str, block: tuple[int, int]) -> Matrix:
@@ -50,10 +46,9 @@ def preparation(
     }
     launches = [Launch(prepare_warp, min(chunks, programs), given | {"CHUNKS": which}, {"num_warps": 1}, matrices)]
     if not bounded:
-        own = {"CHUNKS": common.HARD.value, "BC": portable.hard_BC, "OVERLAPS": True}
+        own = {"CHUNKS": common.HARD.value, "BC": portable.hard_BC}
         count = portable.hard_programs(chunks)
-        options = {"num_warps": portable.prepare_warps, "launch_pdl": OVERLAP}
-        launches.append(Launch(prepare, count, given | own, options))
+        launches.append(Launch(prepare, count, given | own, {"num_warps": portable.prepare_warps}))
     return launches
 
 
@@ -115,15 +110,13 @@ def describe(
         values["LEAST_BETA"] = triton_config.LEAST_BETA
     launches = preparation(call, portable, values, config.prepare_programs)
     walked = prepared(call, portable)
-    options = {"num_warps": 4, "launch_pdl": OVERLAP}
+    options = {"num_warps": 4} | ({} if config.walk_registers is None else {"maxnreg": config.walk_registers})
     walks = N
     if config.segment is not None:
         walks = segments(p, config.segment)
-        own = {"MODE": MAP.value, "PARTS": K // BV, "STAGES": MAP_STAGES}
-        launches.append(Launch(walk, walks * HV * 2, values | own, options, walked))
-        launches.append(Launch(scan_segments, N * HV * K // SCAN_BV, values, {**options, "num_warps": 8}))
-    if config.walk_registers is not None:
-        options = {**options, "maxnreg": config.walk_registers}
+        own = {"MODE": MAP.value, "PARTS": K // BV}
+        launches.append(Launch(walk, walks * HV * 2, values | own, {"num_warps": 4}, walked))
+        launches.append(Launch(scan_segments, N * HV * K // SCAN_BV, values, {"num_warps": 8}))
     launches.append(Launch(walk, walks * HV * p.V // (BV * config.parts), values, options, walked))
     return scratch, launches
 

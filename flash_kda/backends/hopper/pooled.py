@@ -11,7 +11,6 @@ from triton.experimental.gluon import language as gl
 
 from flash_kda.backends.hopper.common import SEARCH
 from flash_kda.backends.hopper.recurrence import (
-    APPLY,
     BV,
     MAP,
     OUT,
@@ -23,7 +22,7 @@ from flash_kda.backends.hopper.recurrence import (
     step_chunk,
     walk_by_token,
 )
-from flash_kda.backends.triton.common import exists, let_next_launch_start, wait_for_launch_before
+from flash_kda.backends.triton.common import exists
 
 # After how many tokens a checkpoint comes that is not there.
 NEVER = gl.constexpr(2**31 - 1)
@@ -104,12 +103,7 @@ def _walk(
     h_S = i_h.to(gl.int64)
     o_v = (column + PART * BV + gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(1, STATE)), 1)).to(gl.int64)
     o_k = gl.expand_dims(gl.arange(0, K, gl.SliceLayout(0, STATE)), 0).to(gl.int64)
-    if MODE == APPLY:
-        # The state is the scan's.
-        wait_for_launch_before()
     S = state_before(p_S0, S0_strides, p_map, slot_S, h_S, is_first, is_map, o_v, o_k, is_known, STATE, True, MODE)
-    # Before the first store. A state in the pool is read by then.
-    wait_for_launch_before()
     zero = gl.zeros([BV, C], gl.float32, TOKENS)
     o_token = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, TOKENS)), 0)
     o_row = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, OUT)), 1)
@@ -214,8 +208,6 @@ def pooled_walk(
         The tensors of pool and checkpoints: see ``flash_kda.backends.triton.recurrence.pooled_recurrence``.
         The raw inputs are read only for checkpoints inside of a chunk, and if the state is not finite at the end.
     """
-    if MODE == MAP:
-        let_next_launch_start()
     i_h, i_v, n, number, batch, slot, start, length, offset, whole, is_map, is_first, is_stored = place(
         p_cu, T, N, HV, SEGMENT, V, PACKED, MODE, PARTS
     )
@@ -231,9 +223,8 @@ def pooled_walk(
     if HAS_INDEX:
         slot_S = gl.load(p_index + n * index_n).to(gl.int64)
         valid = exists(slot_S, states, pad)
-        if MODE != MAP and not valid:
-            wait_for_launch_before()
-            _clear(p_out + column, o_t.to(gl.int64), length, PARTS * BV)
+        if MODE != MAP:
+            _clear(p_out + column, o_t.to(gl.int64), gl.where(valid, 0, length), PARTS * BV)
         length = gl.where(valid, length, 0)
         is_known = is_known & valid
         is_stored = is_stored & valid

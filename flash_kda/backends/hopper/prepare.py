@@ -18,7 +18,6 @@ from flash_kda.backends.triton.common import (
     at_least,
     exp2,
     first_slot,
-    let_next_launch_start,
     log2_decay,
     reciprocal,
 )
@@ -251,7 +250,6 @@ def prepare_warp(
         CHUNKS_END: number of chunks, slots x HV.
         The others: see ``flash_kda.backends.triton.prepare.prepare``.
     """
-    let_next_launch_start()
     BLOCKS: gl.constexpr = K // BC
     s_q = gl.allocate_shared_memory(gl.bfloat16, [BLOCKS, C, BC], d_q.layout)
     s_k = gl.allocate_shared_memory(gl.bfloat16, [BLOCKS, C, BC], d_k.layout)

@@ -18,15 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flash_kda.backends.hopper import config
 from flash_kda.backends.hopper.common import pair, sequence_of_slot
-from flash_kda.backends.triton.common import (
-    L2NORM_EPS,
-    activated_beta,
-    exp2,
-    first_slot,
-    let_next_launch_start,
-    log2_decay,
-    wait_for_launch_before,
-)
+from flash_kda.backends.triton.common import L2NORM_EPS, activated_beta, exp2, first_slot, log2_decay
 from flash_kda.backends.triton.config import CHUNK
 
 C, BV = gl.constexpr(CHUNK), gl.constexpr(config.BV)
@@ -43,7 +35,6 @@ def load_chunks(
     STAGES: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Copy every chunk of a sequence as soon as its stage is free."""
-    wait_for_launch_before()
     stage = 0
     phase = 0
     chunk = slot * HV + i_h
@@ -208,12 +199,7 @@ def _walk(
     TOKENS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     o_v = column + PART * BV + gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(1, STATE)), 1)
     o_k = gl.expand_dims(gl.arange(0, K, gl.SliceLayout(0, STATE)), 0)
-    if MODE == APPLY:
-        # The state is the scan's.
-        wait_for_launch_before()
     S = state_before(p_S0, S0_strides, p_map, n, i_h, is_first, is_map, o_v, o_k, True, STATE, HAS_S0, MODE)
-    # Before the first store. An initial state is read by then.
-    wait_for_launch_before()
     zero = gl.zeros([BV, C], gl.float32, TOKENS)
     o_token = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, TOKENS)), 0)
     o_row = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, OUT)), 1)
@@ -360,8 +346,6 @@ def walk(
         The raw inputs are read only if the state is not finite at the end.
         The others: see ``flash_kda.backends.triton.recurrence.recurrence``.
     """
-    if MODE == MAP:
-        let_next_launch_start()
     i_h, i_v, n, number, batch, slot, start, length, _, _, is_map, is_first, is_stored = place(
         p_cu, T, N, HV, SEGMENT, V, PACKED, MODE, PARTS
     )

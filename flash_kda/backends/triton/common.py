@@ -38,25 +38,6 @@ def prefetch(p):
 
 
 @triton.jit
-def wait_for_launch_before():
-    """Wait for the end of the launch before, and see what it wrote: one with ``launch_pdl`` may start earlier.
-
-    For compute capability 9.0 and newer; without ``launch_pdl`` there is nothing to wait for.
-    """
-    if not INTERPRETED:
-        asm: tl.constexpr = "griddepcontrol.wait; mov.b32 $0, 0;"
-        tl.inline_asm_elementwise(asm, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def let_next_launch_start():
-    """Let the next launch start, if it is one with ``launch_pdl``, once every program has come here or ended."""
-    if not INTERPRETED:
-        asm: tl.constexpr = "griddepcontrol.launch_dependents; mov.b32 $0, 0;"
-        tl.inline_asm_elementwise(asm, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def reciprocal(x):
     """``1 / x`` within one unit in the last place."""
     if INTERPRETED:

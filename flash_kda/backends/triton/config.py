@@ -190,7 +190,7 @@ DECODE_TILE = 2048
 STEP_WARPS = 8
 # Channels that a thread of a decode step holds of each of its value columns: of fewer, sums over K would take more
 # exchanges between threads, and of more the vectors along K more registers.
-STEP_CHANNELS = 16
+STEP_CHANNELS = 8
 # Programs per multiprocessor below which they are made smaller.
 DECODE_PROGRAMS = 4
 

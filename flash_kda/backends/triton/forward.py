@@ -126,7 +126,6 @@ def values(call: Signature, config: Config, out: Written, final: Written | None)
         "SPLIT": config.split,
         "PRECISION": "tf32" if config.split else "tf32x3",
         "LEAST_BETA": 0.0,
-        "OVERLAPS": False,
     }
 
 

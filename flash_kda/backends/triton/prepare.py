@@ -17,13 +17,11 @@ from flash_kda.backends.triton.common import (
     activated_beta,
     at_least,
     exp2,
-    let_next_launch_start,
     locate,
     log2_decay,
     marks_of_program,
     slots,
     token_of_row,
-    wait_for_launch_before,
 )
 
 
@@ -242,7 +240,7 @@ def prepare(
     GATE: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, QK_L2NORM: tl.constexpr,
     BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr, PACKED: tl.constexpr, SEARCH: tl.constexpr,
     BC: tl.constexpr, SEGMENTS: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, SQUARE: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr, LEAST_BETA: tl.constexpr, OVERLAPS: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr, LEAST_BETA: tl.constexpr,
 ):  # fmt: skip
     """One (chunk, value head); of HARD chunks all that are marked among those that the program looks at.
 
@@ -260,7 +258,6 @@ def prepare(
         GROUP: value heads per query/key head. CHUNKS: ALL, EASY or HARD.
         SQUARE: dtype of the operands that make the squares.
         LEAST_BETA: what stands for a smaller beta; see ``at_least``.
-        OVERLAPS: whether a launch over HARD chunks may start before the one over EASY chunks has ended.
     """
     given = (
         p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_tiles, p_squares, p_decay, p_hard,
@@ -268,9 +265,6 @@ def prepare(
         HV, GROUP, scale, lower_bound,
     )  # fmt: skip
     if CHUNKS == HARD:
-        if OVERLAPS:
-            let_next_launch_start()
-            wait_for_launch_before()
         marks = marks_of_program(p_hard, slots(T, N, C, PACKED) * HV, 1)
         if marks == 0:
             return

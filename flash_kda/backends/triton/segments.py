@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flash_kda.backends.triton.common import first_slot, let_next_launch_start, wait_for_launch_before
+from flash_kda.backends.triton.common import first_slot
 
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "SEGMENT"])
@@ -17,7 +17,6 @@ def scan_segments(p_maps, p_cu, T, N, HV, SEGMENT, K: tl.constexpr, SCAN_BV: tl.
             state after it. B of every later one becomes the state before it. Those of a last segment are not read.
         p_cu: ``[N + 1]`` boundaries if PACKED. SEGMENT: tokens of a segment; segments are numbered by ``first_slot``.
     """
-    let_next_launch_start()
     PARTS: tl.constexpr = K // SCAN_BV
     pid = tl.program_id(0)
     i_v = pid % PARTS
@@ -35,7 +34,6 @@ def scan_segments(p_maps, p_cu, T, N, HV, SEGMENT, K: tl.constexpr, SCAN_BV: tl.
     o_B = (i_v * SCAN_BV + tl.arange(0, SCAN_BV))[:, None] * K + o_k[None, :]
     o_A = K * K + o_k[:, None] * K + o_k[None, :]
     p_map = p_maps + (number * HV + i_h) * (2 * K * K)
-    wait_for_launch_before()
     S = tl.load(p_map + o_B, mask=count + 0 * o_B > 1, other=0.0)
     for s in tl.range(1, count, num_stages=1):
         p_map += HV.to(tl.int64) * (2 * K * K)

@@ -57,7 +57,16 @@ def _keep(b_x, before, p_conv, conv_w, o, m, W: tl.constexpr):
         p_conv += conv_w
 
 
-@triton.jit(do_not_specialize=["slots", "pad", "scale", "lower_bound", "eps"])
+# What differs from row to row must not decide how sums are made, or a row's bits would depend on its company. So
+# nothing is compiled for where rows lie; a thread has single elements of them anyway.
+_OF_ROWS = ("q", "k", "v", "g", "beta", "z", "o", "index", "known")
+_STRIDES = ("q_b", "q_h", "k_b", "k_h", "v_b", "v_h", "g_b", "g_h", "beta_b", "beta_h", "z_b", "z_h", "o_b", "o_h")
+
+
+@triton.jit(
+    do_not_specialize=[*_STRIDES, "index_n", "known_n", "slots", "pad", "scale", "lower_bound", "eps"],
+    do_not_specialize_on_alignment=[f"p_{name}" for name in _OF_ROWS],
+)
 def step(
     p_q, p_k, p_v, p_g, p_beta, p_z, p_A_log, p_dt_bias, p_S, p_conv, p_index, p_known,
     p_q_weight, p_k_weight, p_v_weight, p_q_bias, p_k_bias, p_v_bias, p_norm, p_o,
