@@ -43,7 +43,7 @@ class DeviceName(str, Enum):
     cpu = "cpu"
 
 
-def chosen(peers: bool, only: list[PeerName] | None) -> list[str]:
+def peer_names(peers: bool, only: list[PeerName] | None) -> list[str]:
     """Names of the peers to measure: all, ``only`` these, or none."""
     return [name.value for name in only or PeerName] if peers else []
 
@@ -133,7 +133,7 @@ def _add_forward(bench: "typer.Typer") -> None:
                 cases=case or [],
                 gates=[name.value for name in gates or []],
                 backends=backend or [],
-                peers=chosen(peers, peer),
+                peers=peer_names(peers, peer),
                 first_call=first_call,
                 quick=quick,
             )
@@ -187,7 +187,7 @@ def _add_others(bench: "typer.Typer") -> None:
     ) -> None:
         """Time forward and backward on a GPU, and their memory, beside peers and the floor of moving the bytes."""
         kinds = [name.value for name in gates or []]
-        choice = {"cases": case or [], "gates": kinds, "backends": backend or [], "peers": chosen(peers, peer)}
+        choice = {"cases": case or [], "gates": kinds, "backends": backend or [], "peers": peer_names(peers, peer)}
         flags = {"first_call": first_call, "no_recompute": no_recompute}
         guarded(lambda: run_bench("train", out, append, **flags, **choice))
 

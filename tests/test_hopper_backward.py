@@ -20,7 +20,7 @@ from compiling import H200, Dtypes, assert_fits, compile_launch
 from interpreted_backward import errors, expected, half_errors, half_tolerance, seeds
 from jitted import Jitted, launch_on_the_cpu
 from test_hopper import Described, gluon_source_of, shifted
-from test_triton_backward import HALF, assert_poison_stays, on_the_gpu
+from test_triton_backward import HALF, assert_poison_stays, launches_of, on_the_gpu
 
 from flash_kda.backends import hopper
 from flash_kda.backends.hopper.config import WalksConfig, configure_walks
@@ -34,25 +34,10 @@ def described(problem: Problem) -> tuple[Dtypes, list[Any]]:
     """The launches of one backward call, and the dtypes of all that they are passed, by name."""
     pytest.importorskip("triton")
     from flash_kda.backends.hopper import backward
-    from flash_kda.backends.triton import backward as portable
 
     inputs = compiling.meta_inputs(problem)
     inputs = inputs.replace(g=inputs.g.to(inputs.q.dtype))
-    dS = torch.empty(inputs.state_shape, dtype=inputs.state_dtype, device="meta")
-    planner = mock.Mock(return_value=portable.Plans(mock.Mock(), mock.Mock(), mock.Mock()))
-    with mock.patch.object(portable, "device_facts", return_value=H200):
-        portable.compute(inputs, torch.empty_like(inputs.v), dS, planner=planner)
-    (call, of_dS), plans = planner.call_args.args, planner.return_value
-    halves = (plans.walk, plans.finish)
-    dtypes: Dtypes = {}
-    found: list[Any] = []
-    both = backward.describe(call, configure(problem, H200), H200, of_dS)
-    for names, half, (scratch, launches) in zip((portable.WALKS, portable.CHUNKS), halves, both, strict=True):
-        (tensors,) = half.call_args.args
-        dtypes |= compiling.dtypes_of(names, tensors, inputs.q.dtype)
-        dtypes |= {name: dtype for name, (_, dtype) in scratch.items()}
-        found += launches
-    return dtypes, found
+    return launches_of(inputs, lambda call, of_dS: backward.describe(call, configure(problem, H200), H200, of_dS))
 
 
 # The kernels in their order, with the bytes that a thread may spill; None: it is a portable one, judged with its own.

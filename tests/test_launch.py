@@ -388,6 +388,13 @@ def test_a_known_form_keeps_no_tensor(kernels: tuple[Jitted, Jitted]) -> None:
     assert not any(x() is not None for x in followed)
 
 
+def test_one_device_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So nobody asks for it, and the launch is the plan itself."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    plan = plan_of(kernel())
+    assert launch.on_device(CPU, plan) is plan
+
+
 def test_another_current_device(kernels: tuple[Jitted, Jitted], monkeypatch: pytest.MonkeyPatch) -> None:
     """A known form is launched on its tensors' device, which is made the current one where it is not."""
     call = BASE.build()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import compiling
@@ -21,7 +22,7 @@ from test_triton import problems
 from torch import Tensor
 
 from flash_kda.backends.triton.config import Config, configure
-from flash_kda.types import GateKind, Problem
+from flash_kda.types import GateKind, Inputs, Problem, Signature
 
 if TYPE_CHECKING:
     from flash_kda.backends.triton.launch import Launch
@@ -94,11 +95,14 @@ def builds() -> list[BackwardBuild]:
     return found
 
 
-def described(problem: Problem, config: Config) -> tuple[Dtypes, list[Launch]]:
-    """The launches of one backward call, and the dtypes of all that they are passed, by name."""
+def launches_of(inputs: Inputs, describe: Callable[[Signature, Any], tuple[Any, Any]]) -> tuple[Dtypes, list[Launch]]:
+    """The launches of one backward call, and the dtypes of all that they are passed, by name.
+
+    Args:
+        describe: both halves, from the call's signature and what the gradient of the final state is.
+    """
     from flash_kda.backends.triton import backward
 
-    inputs = compiling.meta_inputs(problem)
     dS = torch.empty(inputs.state_shape, dtype=inputs.state_dtype, device="meta")
     planner = mock.Mock(return_value=backward.Plans(mock.Mock(), mock.Mock(), mock.Mock()))
     with mock.patch.object(backward, "device_facts", return_value=H200):
@@ -107,13 +111,22 @@ def described(problem: Problem, config: Config) -> tuple[Dtypes, list[Launch]]:
     halves = (plans.walk, plans.finish)
     dtypes: Dtypes = {}
     found: list[Launch] = []
-    described = backward.describe_backward(call, config, of_dS)
-    for names, half, (scratch, launches) in zip((backward.WALKS, backward.CHUNKS), halves, described, strict=True):
+    both = describe(call, of_dS)
+    for names, half, (scratch, launches) in zip((backward.WALKS, backward.CHUNKS), halves, both, strict=True):
         (tensors,) = half.call_args.args
         dtypes |= compiling.dtypes_of(names, tensors, inputs.q.dtype)
         dtypes |= {name: dtype for name, (_, dtype) in scratch.items()}
         found += launches
     return dtypes, found
+
+
+def described(problem: Problem, config: Config) -> tuple[Dtypes, list[Launch]]:
+    """Those of this backend."""
+    from flash_kda.backends.triton import backward
+
+    return launches_of(
+        compiling.meta_inputs(problem), lambda call, of_dS: backward.describe_backward(call, config, of_dS)
+    )
 
 
 @every(builds())

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from flash_kda.backends.stepwise import decode_stepwise, no_gradient, prefill_in_pieces, step_in_parts
-from flash_kda.backends.taped import gradients_by_tape
+from flash_kda.backends.taped import gradients_by_tape, run_off_tape
+from flash_kda.backends.taped import kept_bytes as kept_bytes
 from flash_kda.reference import kda_recurrent
 from flash_kda.types import DecodeInputs, Inputs, PrefillInputs, Problem, StepInputs
 
@@ -25,15 +26,9 @@ def runner(inputs: Inputs) -> None:
     """Nothing is kept for later calls."""
 
 
-def kept_bytes(problem: Problem) -> int:
-    """None: there is nothing that it would pay to keep."""
-    return 0
-
-
 def run_keeping(inputs: Inputs) -> tuple[Tensor, Tensor | None, None]:
     """Off the tape; see ``dispatch.Backend``."""
-    with torch.no_grad():
-        return *run(inputs), None
+    return run_off_tape(run, inputs)
 
 
 def gradients(inputs: Inputs, do: Tensor, dS: Tensor | None, kept: None = None) -> tuple[Tensor | None, ...]:

@@ -1,4 +1,4 @@
-"""Gradients of a backend whose ``run`` is differentiable, for callers that have no tape."""
+"""What is alike in backends whose ``run`` is differentiable and keeps nothing, for callers that have no tape."""
 
 from __future__ import annotations
 
@@ -9,10 +9,21 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from flash_kda.types import Inputs, gate_parameters, with_parameters
+from flash_kda.types import Inputs, Problem, gate_parameters, with_parameters
 
 Run: TypeAlias = Callable[[Inputs], tuple[Tensor, Tensor | None]]
 Gradients: TypeAlias = tuple[Tensor | None, ...]
+
+
+def kept_bytes(problem: Problem) -> int:
+    """None: there is nothing that it would pay to keep."""
+    return 0
+
+
+def run_off_tape(run: Run, inputs: Inputs) -> tuple[Tensor, Tensor | None, None]:
+    """Output and final state; see ``run_keeping`` of ``dispatch.Backend``."""
+    with torch.no_grad():
+        return *run(inputs), None
 
 
 def gradients_by_tape(run: Run, inputs: Inputs, do: Tensor, dS: Tensor | None) -> Gradients:

@@ -12,7 +12,7 @@ from torch import Tensor
 from flash_kda.backends.triton import decode as kernels
 from flash_kda.backends.triton.config import DecodeConfig, StepConfig, configure_decode
 from flash_kda.backends.triton.forward import GATES, dense, device_facts, is_dense, scale_of, stride, strides
-from flash_kda.backends.triton.launch import Launch, Plan, is_alone
+from flash_kda.backends.triton.launch import Launch, Plan, on_device
 from flash_kda.types import DecodeInputs, Decoder, Maybe, gate_parameters
 
 # What is passed to the kernel, by the names of its parameters without ``p_``: the tensors of a call in their order, and
@@ -80,13 +80,12 @@ def launcher(call: DecodeInputs, planner: Callable[[Tensor], Plan]) -> Callable[
         planner: the launch for an output that looks like its argument.
     """
     v = call.inputs.v
-    device, index, alone = v.device, v.device.index, is_alone()
     like = torch.empty(v.shape, dtype=v.dtype, device="meta") if call.out is None else call.out
     empty = call.problem.N == 0 or call.problem.T == 0
     convert = not all(map(is_dense, gate_parameters(call.inputs.gate)))
     # Without an argument torch takes a fifth less.
     layout: dict[str, Any] = {} if v.is_contiguous() else {"memory_format": torch.contiguous_format}
-    launch = planner(like)
+    launch = on_device(v.device, planner(like))
 
     def run(tensors: Any, A_log: Maybe, dt_bias: Maybe) -> Tensor:
         out: Maybe = tensors[-1]
@@ -99,11 +98,7 @@ def launcher(call: DecodeInputs, planner: Callable[[Tensor], Plan]) -> Callable[
             A_log, dt_bias = dense(A_log), dense(dt_bias)
         given = [*tensors, A_log, dt_bias]
         given[-3] = out  # which may be new
-        if alone or torch.cuda.current_device() == index:
-            launch(given)
-        else:
-            with torch.cuda.device(device):
-                launch(given)
+        launch(given)
         return out
 
     return run

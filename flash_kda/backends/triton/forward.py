@@ -23,7 +23,7 @@ from flash_kda.backends.triton.config import (
     slots,
     workspace,
 )
-from flash_kda.backends.triton.launch import Launch, Plan, Scratch, is_alone
+from flash_kda.backends.triton.launch import Launch, Plan, Scratch, on_device
 from flash_kda.backends.triton.prepare import prepare
 from flash_kda.backends.triton.recurrence import recurrence
 from flash_kda.types import (
@@ -360,12 +360,12 @@ def forward_of_gradients(inputs: Inputs, planner: Planner | None = None) -> tupl
 def runner(inputs: Inputs, planner: Planner | None = None) -> Runner | None:
     """Calls of this call's form as a function of their tensors; None where a call is no single :func:`launch`."""
     call, state = inputs.signature, _state_of(inputs)
-    problem, device, index, alone = call.problem, call.device, call.device.index, is_alone()
+    problem = call.problem
     if problem.N == 0 or problem.T == 0 or not _is_whole(problem):
         return None
     cu = inputs.cu_seqlens
     convert = not (all(map(is_dense, gate_parameters(inputs.gate))) and (cu is None or cu.is_contiguous()))
-    found: Plan | None = None
+    found: Callable[..., None] | None = None
 
     def run(tensors: ForwardTensors, A_log: Maybe, dt_bias: Maybe) -> tuple[Tensor, Maybe]:
         nonlocal found
@@ -374,13 +374,8 @@ def runner(inputs: Inputs, planner: Planner | None = None) -> Runner | None:
         if convert:
             A_log, dt_bias, cu = dense(A_log), dense(dt_bias), None if cu is None else cu.contiguous()
         if found is None:
-            found = _plan_for(call, out, final, planner)
-        given = (q, k, v, g, beta, A_log, dt_bias, cu, S0, final, out)
-        if alone or torch.cuda.current_device() == index:
-            found(given)
-        else:
-            with torch.cuda.device(device):
-                found(given)
+            found = on_device(call.device, _plan_for(call, out, final, planner))
+        found((q, k, v, g, beta, A_log, dt_bias, cu, S0, final, out))
         return out, final
 
     return run

@@ -175,11 +175,6 @@ def _runner(compiled: Any, has_matrices: bool) -> tuple[Callable[..., object], t
     return run, (function, metadata, *no_hooks)
 
 
-def is_alone() -> bool:
-    """Whether there is one device, which then is the current one: asking for that takes longer than a branch."""
-    return torch.cuda.device_count() == 1
-
-
 def _hooked() -> bool:
     """Whether anybody, such as a profiler, wants to be told of launches."""
     runtime = triton.knobs.runtime
@@ -203,6 +198,23 @@ def _compile_together(calls: Sequence[tuple[Launch, Sequence[Any]]]) -> None:
 
     # In a context of its own, as the caller may be within such a mode.
     Context().run(compile_all)
+
+
+def on_device(device: torch.device, launch: Callable[[Sequence[Tensor | None]], None]) -> Callable[..., None]:
+    """A plan, or what stands for one, whichever device is the current one."""
+    if torch.cuda.device_count() == 1:
+        # It is: asking for it in every call takes time.
+        return launch
+    index = device.index
+
+    def launch_there(tensors: Sequence[Tensor | None]) -> None:
+        if torch.cuda.current_device() == index:
+            launch(tensors)
+        else:
+            with torch.cuda.device(device):
+                launch(tensors)
+
+    return launch_there
 
 
 class Plan:

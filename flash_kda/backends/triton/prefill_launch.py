@@ -11,7 +11,7 @@ from torch import Tensor
 from flash_kda.backends.triton import forward
 from flash_kda.backends.triton.config import Config, configure
 from flash_kda.backends.triton.forward import Written, dense, stride
-from flash_kda.backends.triton.launch import Launch, Plan, Scratch, is_alone
+from flash_kda.backends.triton.launch import Launch, Plan, Scratch, on_device
 from flash_kda.backends.triton.recurrence import pooled_recurrence
 from flash_kda.types import Prefiller, PrefillInputs, PrefillTensors, gate_parameters
 
@@ -78,11 +78,10 @@ def configured_plan(call: PrefillInputs, out: Tensor) -> Plan:
 def prefiller(call: PrefillInputs, planner: Planner) -> Prefiller:
     """All calls of this call's form, as a function of their tensors."""
     v = call.inputs.v
-    device, index, alone = v.device, v.device.index, is_alone()
     like = torch.empty(v.shape, dtype=v.dtype, device="meta") if call.out is None else call.out
     empty = call.problem.N == 0 or call.problem.T == 0
     in_pool = call.checkpoints is not None and call.checkpoints.states is None
-    launch = None if empty else planner(call, like)
+    launch = None if empty else on_device(v.device, planner(call, like))
 
     def prefill(tensors: PrefillTensors, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
         *others, offsets, cu_offsets, kept, target, out = tensors
@@ -95,11 +94,7 @@ def prefiller(call: PrefillInputs, planner: Planner) -> Prefiller:
             *(*others, pool, indices, known, None if cu is None else cu.contiguous()),
             *(offsets, cu_offsets, pool if in_pool else kept, target, out, dense(A_log), dense(dt_bias), pool),
         )
-        if alone or torch.cuda.current_device() == index:
-            launch(given)
-        else:
-            with torch.cuda.device(device):
-                launch(given)
+        launch(given)
         return out
 
     return prefill
