@@ -234,23 +234,22 @@ def in_parts(case: Case) -> None:
 
 
 def segments(lengths: tuple[int, ...] | None) -> None:
-    """The states before the segments of cut sequences: numbered with gaps where packed, and untouched elsewhere."""
+    """The states before the later segments of cut sequences; where packed some numbers are nobody's, and untouched."""
     from flash_kda.backends.triton.segments import scan_segments
 
     T, N, HV, K, tokens = 500, 3, 2, 16, 64
     rng = torch.Generator().manual_seed(0)
     ends = [0, *itertools.accumulate(lengths)] if lengths else None
-    first = [ends[n] // tokens + n for n in range(N)] if ends else [n * -(-T // tokens) for n in range(N)]
-    counts = [-(-length // tokens) for length in lengths or (T,) * N]
-    maps = torch.randn(first[-1] + counts[-1] + 1, HV, 2, K, K, generator=rng) * 0.3
+    counts = [max(0, -(-length // tokens) - 1) for length in lengths or (T,) * N]
+    second = [ends[n] // tokens if ends else n * counts[n] for n in range(N)]
+    maps = torch.randn(second[-1] + counts[-1] + 1, HV, 3, K, K, generator=rng) * 0.3
     want = maps.double()
-    for start, count in zip(first, counts, strict=True):
-        S = want[start, :, 0].clone()
-        for number in range(start + 1, start + count):
-            B, A = want[number].unbind(1)
-            want[number, :, 0], S = S, S @ A + B
+    for start, count in zip(second, counts, strict=True):
+        for number in range(start, start + count - 1):
+            S, B, A = want[number].unbind(1)
+            want[number + 1, :, 0] = S @ A + B
     cu = torch.tensor(ends or [0], dtype=torch.int32)
-    scan_segments[(N * HV,)](maps, cu, T, N, HV, tokens, K=K, SCAN_BV=16, PACKED=lengths is not None)
+    scan_segments[(N * HV,)](maps, cu, T, N, HV, tokens, K=K, SCAN_BV=16, MAPS=3, PACKED=lengths is not None)
     assert torch.allclose(maps.double(), want, rtol=1e-5, atol=1e-6), (maps.double() - want).abs().max()
 
 

@@ -22,7 +22,7 @@ from jitted import Compiled, Jitted, launch_on_the_cpu
 import flash_kda
 from flash_kda.backends import hopper
 from flash_kda.backends.hopper import config as hopper_config
-from flash_kda.backends.hopper.config import HopperConfig, configure, segment, segments
+from flash_kda.backends.hopper.config import HopperConfig, configure, later_segments, segment
 from flash_kda.backends.triton.config import configure as configure_portable
 from flash_kda.bench import harness
 from flash_kda.types import Problem
@@ -119,11 +119,13 @@ def test_copyable(spoil: Any, copyable: bool) -> None:
         (Problem(T=8192, H=96), (2, None)),
         (Problem(B=8, T=1024, H=64), (2, None)),
         (Problem(B=8, T=1024, H=64, V=64), (1, None)),
-        (Problem(T=8192, H=12), (1, 1664)),
-        (Problem(T=65536, H=8), (1, 8192)),
+        (Problem(T=8192, H=12), (1, 1440)),
+        (Problem(T=8192, H=33), (1, 2944)),
+        (Problem(T=8192, H=34), (1, None)),
+        (Problem(T=65536, H=8), (1, 7456)),
         (Problem(T=4095, H=8), (1, None)),
         (Problem(T=65536, H=8, V=256), (1, None)),
-        (Problem(T=73600, H=8, N=64, packed=True), (1, 9216)),
+        (Problem(T=73600, H=8, N=64, packed=True), (1, 8384)),
         (Problem(T=8192, H=8, N=64, packed=True), (2, None)),
     ],
     ids=str,
@@ -139,8 +141,10 @@ def test_segments_cover_all_tokens_and_fill_the_device() -> None:
         tokens = segment(p, DEVICE)
         assert tokens is not None
         assert tokens % hopper_config.CHUNK == 0
-        assert segments(p, tokens) * tokens >= T
-        assert (segments(p, tokens) - (3 if packed else 0)) * H * 2 <= DEVICE.multiprocessors
+        later = later_segments(p, tokens)
+        assert (later + 1) * tokens >= T
+        assert later * H * 2 <= DEVICE.multiprocessors
+        assert tokens - hopper_config.CHUNK <= T / (DEVICE.multiprocessors // (2 * H) + 0.8)
 
 
 # Compilation without a GPU.

@@ -24,7 +24,7 @@ class HopperConfig:
         parts: warpgroups per program of the walk, BV columns each.
         stages: chunks in flight in the walk.
         walk_registers: limit per thread where two programs are to share a multiprocessor; None for no limit.
-        segment: tokens that longer sequences are cut into, a multiple of 32; None where nothing is cut.
+        segment: tokens at most that longer sequences are cut into, a multiple of 32; None where nothing is cut.
     """
 
     prepare_programs: int
@@ -34,30 +34,35 @@ class HopperConfig:
     segment: int | None = None
 
 
-# Cutting makes two walks of one and a scan between them: it takes three segments and long sequences to pay.
-LEAST_SEGMENTS, LEAST_TOKENS = 3, 4096
+# A first segment has so many tokens for each so many of a later one: its walk stores outputs beside others that do not.
+FIRST, LATER = 4, 5
+# Matrices [K, K] for each later segment: the state before it, and two of what it does to a state.
+MAPS = 3
+# Cutting makes two walks of one and a scan between them: it takes two later segments and long sequences to pay.
+LEAST_SEGMENTS, LEAST_TOKENS = 2, 4096
 # Where sequences are packed their lengths are not known here: many short ones are taken for all short.
 LEAST_AVERAGE = 512
 
 
 def segment(problem: Problem, device: Device) -> int | None:
-    """Tokens of a segment where the walks of whole sequences would leave most multiprocessors idle, otherwise None.
+    """Most tokens of a segment where walks of whole sequences would leave most multiprocessors idle, otherwise None.
 
-    Of packed sequences one may hold all tokens, and is to be cut as if it did.
+    The later segments, all but each sequence's first, are one round of walks. Of packed sequences one may hold all
+    tokens, and is to be cut as if it did.
     """
     p = problem
     walks = (1 if p.packed else p.B) * (p.HV or p.H) * (p.V // BV)
-    segments = device.multiprocessors // walks
+    later = device.multiprocessors // walks
     is_short = p.packed and LEAST_AVERAGE * (p.N or 1) > p.T
-    if p.V != p.K or segments < LEAST_SEGMENTS or p.T < LEAST_TOKENS or is_short:
+    if p.V != p.K or later < LEAST_SEGMENTS or p.T < LEAST_TOKENS or is_short:
         return None
-    return math.ceil(p.T / segments / CHUNK) * CHUNK
+    return math.ceil(LATER * p.T / (LATER * later + FIRST) / CHUNK) * CHUNK
 
 
-def segments(problem: Problem, tokens: int) -> int:
-    """Segments of so many tokens in all sequences: an upper bound that needs no lengths when they are packed."""
+def later_segments(problem: Problem, tokens: int) -> int:
+    """Segments of at most so many tokens, but each sequence's first: an upper bound that needs no lengths if packed."""
     p = problem
-    return p.T // tokens + (p.N or 0) if p.packed else p.B * math.ceil(p.T / tokens)
+    return (1 if p.packed else p.B) * (math.ceil(p.T / tokens) - 1)
 
 
 @lru_cache(maxsize=1024)

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from flash_kda.backends.hopper.config import BV, HopperConfig, configure, segments
+from flash_kda.backends.hopper.config import BV, MAPS, HopperConfig, configure, later_segments
 from flash_kda.backends.hopper.prepare import BC, HALF, prepare_warp
 from flash_kda.backends.hopper.recurrence import APPLY, MAP, WHOLE, walk
 from flash_kda.backends.triton import common
@@ -97,7 +97,8 @@ def describe(
     """
     p = call.problem
     K, HV, N = p.K, p.HV or p.H, p.N or p.B
-    maps = 0 if config.segment is None else segments(p, config.segment) * HV * 2 * K * K
+    later = 0 if config.segment is None else later_segments(p, config.segment)
+    maps = later * HV * MAPS * K * K
     scratch = {**triton_config.workspace(p), "maps": (maps, torch.float32)}
     values = triton_forward.values(call, portable, out, final) | {
         "STAGES": config.stages,
@@ -105,6 +106,7 @@ def describe(
         "SEGMENT": config.segment or 0,
         "MODE": WHOLE.value if config.segment is None else APPLY.value,
         "SCAN_BV": SCAN_BV,
+        "MAPS": MAPS,
     }
     if keeps:
         values["LEAST_BETA"] = triton_config.LEAST_BETA
@@ -113,9 +115,9 @@ def describe(
     options = {"num_warps": 4} | ({} if config.walk_registers is None else {"maxnreg": config.walk_registers})
     walks = N
     if config.segment is not None:
-        walks = segments(p, config.segment)
+        walks = later
         own = {"MODE": MAP.value, "PARTS": K // BV}
-        launches.append(Launch(walk, walks * HV * 2, values | own, {"num_warps": 4}, walked))
+        launches.append(Launch(walk, (N + 2 * later) * HV, values | own, {"num_warps": 4}, walked))
         launches.append(Launch(scan_segments, N * HV * K // SCAN_BV, values, {"num_warps": 8}))
     launches.append(Launch(walk, walks * HV * p.V // (BV * config.parts), values, options, walked))
     return scratch, launches

@@ -14,12 +14,13 @@ from flash_kda.backends.hopper.recurrence import (
     BV,
     MAP,
     OUT,
+    WHOLE,
     C,
     allocate,
     load_chunks,
     place,
     state_before,
-    step_chunk,
+    step_chunks,
     walk_by_token,
 )
 from flash_kda.backends.triton.common import exists
@@ -90,8 +91,8 @@ def _store_checkpoint(S, p_kept, at, places, pad, kept_n, kept_v, kept_k, o_v, o
 def _walk(
     p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_map, p_o, p_offset, p_ends, p_target, p_kept,
     raw_strides, S0_strides, S_strides, o_t, offset_n, ends_n, target_n, kept_n, kept_v, kept_k,
-    batch, start, length, n, slot_S, i_h, i_qk, offset, whole, is_known, is_first, is_map, is_stored, column, scale,
-    lower_bound, entries, places, pad, s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free,
+    batch, start, length, n, slot_S, i_h, i_qk, offset, whole, is_known, is_first, is_map, is_mapped, is_stored, column,
+    scale, lower_bound, entries, places, pad, s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free,
     K: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
     NEG_EIGVAL: gl.constexpr, STORE_S: gl.constexpr, CHECKPOINTS: gl.constexpr, HAS_TARGET: gl.constexpr,
     MODE: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr,
@@ -109,10 +110,13 @@ def _walk(
     o_row = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, OUT)), 1)
     p_out = p_o + column + PART * BV + gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(0, OUT)), 0) + o_row * o_t
     step = o_t.to(gl.int64)
-    stage = 0
-    phase = 0
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
     if CHECKPOINTS:
         i_c, end_c, checkpoint = _first_checkpoint(p_ends, ends_n, p_offset, offset_n, entries, n, offset, whole)
+        if MODE == MAP:
+            # What a later segment does to any state meets no checkpoint.
+            checkpoint = gl.where(is_first, checkpoint, NEVER)
         done = length * 0
         while done < length:
             # To the checkpoint, or to before the chunk that it lies in.
@@ -121,11 +125,10 @@ def _walk(
             at = i_c
             if HAS_TARGET:
                 at = _entry(p_target, target_n, i_c, end_c)
-            for first in range(done, stop, C):
-                S, stage, phase = step_chunk(
-                    S, first, length, stage, phase, p_out, step, is_map, zero, o_token, o_row,
-                    s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free, K, MODE, STAGES, PARTS, PART,
-                )  # fmt: skip
+            S, stage, phase = step_chunks(
+                S, done, stop, length, stage, phase, p_out, step, is_first, is_map, zero, o_token, o_row,
+                s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free, K, MODE, STAGES, PARTS, PART,
+            )  # fmt: skip
             done = stop
             if checkpoint == stop:
                 _store_checkpoint(S, p_kept, at, places, pad, kept_n, kept_v, kept_k, o_v, o_k, HAS_TARGET)
@@ -138,8 +141,8 @@ def _walk(
                 while checkpoint < gl.minimum(stop + C, length):
                     S_t = walk_by_token(
                         S_t, p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_o, raw_strides, o_t, batch, start + t,
-                        checkpoint - t, i_h, i_qk, False, column + PART * BV, scale, lower_bound, K, GATE, HAS_A_LOG,
-                        HAS_DT_BIAS, NEG_EIGVAL, MAP,
+                        checkpoint - t, i_h, i_qk, False, False, column + PART * BV, scale, lower_bound, K, GATE,
+                        HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, WHOLE,
                     )  # fmt: skip
                     t = checkpoint
                     _store_checkpoint(S_t, p_kept, at, places, pad, kept_n, kept_v, kept_k, o_v, o_k, HAS_TARGET)
@@ -149,11 +152,10 @@ def _walk(
                     if HAS_TARGET:
                         at = _entry(p_target, target_n, i_c, end_c)
     else:
-        for first in range(0, length, C):
-            S, stage, phase = step_chunk(
-                S, first, length, stage, phase, p_out, step, is_map, zero, o_token, o_row,
-                s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free, K, MODE, STAGES, PARTS, PART,
-            )  # fmt: skip
+        S, stage, phase = step_chunks(
+            S, 0, length, length, stage, phase, p_out, step, is_first, is_map, zero, o_token, o_row,
+            s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free, K, MODE, STAGES, PARTS, PART,
+        )  # fmt: skip
     # 0 * x is not 0 for a NaN or inf, which a product of matrices has then also carried to earlier rows.
     broken = gl.where(S * 0.0 == 0.0, 0, 1)
     if gl.max(gl.max(broken, 1), 0) > 0:
@@ -163,13 +165,15 @@ def _walk(
         checkpoint = length * 0 + NEVER
         if CHECKPOINTS:
             i_c, end_c, checkpoint = _first_checkpoint(p_ends, ends_n, p_offset, offset_n, entries, n, offset, whole)
+            if MODE == MAP:
+                checkpoint = gl.where(is_first, checkpoint, NEVER)
         t = length * 0
         while t < length:
             stop = gl.minimum(checkpoint, length)
             S = walk_by_token(
                 S, p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_o + t * step, raw_strides, o_t, batch, start + t,
-                stop - t, i_h, i_qk, is_map, column + PART * BV, scale, lower_bound, K, GATE, HAS_A_LOG, HAS_DT_BIAS,
-                NEG_EIGVAL, MODE,
+                stop - t, i_h, i_qk, is_map, is_first if MODE == MAP else True, column + PART * BV, scale, lower_bound,
+                K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, MODE,
             )  # fmt: skip
             t = stop
             if CHECKPOINTS and checkpoint == stop:
@@ -179,10 +183,9 @@ def _walk(
                 _store_checkpoint(S, p_kept, at, places, pad, kept_n, kept_v, kept_k, o_v, o_k, HAS_TARGET)
                 x = _entry(p_offset, offset_n, i_c + 1, end_c)
                 i_c, checkpoint = _next_checkpoint(x, p_offset, offset_n, i_c, end_c, offset, t, whole)
-    if MODE == MAP:
-        if is_stored:
-            gl.store(p_map + o_v * K + o_k, S)
-    elif STORE_S and is_stored:
+    if MODE == MAP and is_mapped:
+        gl.store(p_map + o_v * K + o_k, S)
+    if STORE_S and is_stored:
         S_n, S_h, S_v, S_k = S_strides
         gl.store(p_S + slot_S * S_n + h_S * S_h + o_v * S_v + o_k * S_k, S.to(p_S.dtype.element_ty))
 
@@ -202,20 +205,19 @@ def pooled_walk(
     HAS_KNOWN: gl.constexpr, CHECKPOINTS: gl.constexpr, HAS_TARGET: gl.constexpr,
     MODE: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """As ``walk``, with the states in a pool. In a cut sequence APPLY stores the states at checkpoints, and the last.
+    """As ``walk``, with the states in a pool, and those at checkpoints stored.
 
     Args:
         The tensors of pool and checkpoints: see ``flash_kda.backends.triton.recurrence.pooled_recurrence``.
         The raw inputs are read only for checkpoints inside of a chunk, and if the state is not finite at the end.
     """
-    i_h, i_v, n, number, batch, slot, start, length, offset, whole, is_map, is_first, is_stored = place(
+    i_h, i_v, n, at, batch, slot, start, length, offset, whole, is_first, is_map, is_mapped, is_stored = place(
         p_cu, T, N, HV, SEGMENT, V, PACKED, MODE, PARTS
     )
     column = i_v * (PARTS * BV)
     p_out = p_o + batch * o_b + start * o_t + i_h * o_h
-    if MODE != MAP:
-        # The slot of an empty sequence may be another's: the last entries of boundaries are repeated for padding.
-        is_stored = is_stored & (length > 0)
+    # The slot of an empty sequence may be another's: the last entries of boundaries are repeated for padding.
+    is_stored = is_stored & (length > 0)
     slot_S = n
     is_known = True
     if HAS_KNOWN:
@@ -223,8 +225,10 @@ def pooled_walk(
     if HAS_INDEX:
         slot_S = gl.load(p_index + n * index_n).to(gl.int64)
         valid = exists(slot_S, states, pad)
-        if MODE != MAP:
-            _clear(p_out + column, o_t.to(gl.int64), gl.where(valid, 0, length), PARTS * BV)
+        cleared = gl.where(valid, 0, length)
+        if MODE == MAP:
+            cleared = gl.where(is_first, cleared, 0)
+        _clear(p_out + column, o_t.to(gl.int64), cleared, PARTS * BV)
         length = gl.where(valid, length, 0)
         is_known = is_known & valid
         is_stored = is_stored & valid
@@ -234,7 +238,7 @@ def pooled_walk(
     row = (batch * T + start).to(gl.int32)
     slot = slot.to(gl.int32)
     i_qk = i_h // GROUP
-    p_map = p_maps + ((number * HV + i_h) * 2 + is_map) * (K * K)
+    p_map = p_maps + at * (K * K)
     p_places = p_kept + i_h.to(gl.int64) * kept_h
     raw = (q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h)
     S0_strides = (S0_n, S0_h, S0_v, S0_k)
@@ -245,8 +249,8 @@ def pooled_walk(
             (_walk, (
                 p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_map, p_out, p_offset, p_ends, p_target,
                 p_places, raw, S0_strides, S_strides, o_t, offset_n, ends_n, target_n, kept_n, kept_v, kept_k,
-                batch, start, length, n, slot_S, i_h, i_qk, offset, whole, is_known, is_first, is_map, is_stored,
-                column, scale, lower_bound, entries, places, pad,
+                batch, start, length, n, slot_S, i_h, i_qk, offset, whole, is_known, is_first, is_map, is_mapped,
+                is_stored, column, scale, lower_bound, entries, places, pad,
                 s_kq, s_end, s_square, s_decay, s_v, s_o.index(0), bar_ready, bar_free, K, GATE, HAS_A_LOG,
                 HAS_DT_BIAS, NEG_EIGVAL, STORE_S, CHECKPOINTS, HAS_TARGET, MODE, STAGES, PARTS, 0,
             )),
@@ -260,16 +264,16 @@ def pooled_walk(
             (_walk, (
                 p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_map, p_out, p_offset, p_ends, p_target,
                 p_places, raw, S0_strides, S_strides, o_t, offset_n, ends_n, target_n, kept_n, kept_v, kept_k,
-                batch, start, length, n, slot_S, i_h, i_qk, offset, whole, is_known, is_first, is_map, is_stored,
-                column, scale, lower_bound, entries, places, pad,
+                batch, start, length, n, slot_S, i_h, i_qk, offset, whole, is_known, is_first, is_map, is_mapped,
+                is_stored, column, scale, lower_bound, entries, places, pad,
                 s_kq, s_end, s_square, s_decay, s_v, s_o.index(0), bar_ready, bar_free, K, GATE, HAS_A_LOG,
                 HAS_DT_BIAS, NEG_EIGVAL, STORE_S, CHECKPOINTS, HAS_TARGET, MODE, STAGES, PARTS, 0,
             )),
             (_walk, (
                 p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_map, p_out, p_offset, p_ends, p_target,
                 p_places, raw, S0_strides, S_strides, o_t, offset_n, ends_n, target_n, kept_n, kept_v, kept_k,
-                batch, start, length, n, slot_S, i_h, i_qk, offset, whole, is_known, is_first, is_map, is_stored,
-                column, scale, lower_bound, entries, places, pad,
+                batch, start, length, n, slot_S, i_h, i_qk, offset, whole, is_known, is_first, is_map, is_mapped,
+                is_stored, column, scale, lower_bound, entries, places, pad,
                 s_kq, s_end, s_square, s_decay, s_v, s_o.index(1), bar_ready, bar_free, K, GATE, HAS_A_LOG,
                 HAS_DT_BIAS, NEG_EIGVAL, STORE_S, CHECKPOINTS, HAS_TARGET, MODE, STAGES, PARTS, 1,
             )),

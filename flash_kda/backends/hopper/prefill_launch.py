@@ -7,7 +7,6 @@ from torch import Tensor
 from flash_kda.backends.hopper import forward
 from flash_kda.backends.hopper.config import HopperConfig, configure
 from flash_kda.backends.hopper.pooled import pooled_walk
-from flash_kda.backends.hopper.recurrence import MAP
 from flash_kda.backends.triton import config as triton_config
 from flash_kda.backends.triton import forward as triton_forward
 from flash_kda.backends.triton import prefill_launch as triton_prefill
@@ -28,9 +27,7 @@ def describe(
         if "kq" not in x.matrices:
             # No walk.
             return x
-        # What a segment does to any state meets no checkpoint.
-        without = {"CHECKPOINTS": False, "HAS_TARGET": False} if x.values["MODE"] == MAP.value else {}
-        return Launch(pooled_walk, x.programs, {**x.values, **own, **without}, x.options, x.matrices)
+        return Launch(pooled_walk, x.programs, {**x.values, **own}, x.options, x.matrices)
 
     return scratch, [pooled(x) for x in launches]
 

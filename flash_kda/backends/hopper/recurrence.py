@@ -24,8 +24,12 @@ from flash_kda.backends.triton.config import CHUNK
 C, BV = gl.constexpr(CHUNK), gl.constexpr(config.BV)
 # Of the output's rows, on their way out.
 OUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-# What a launch is for: whole sequences, what segments do to a state, or segments from the states before them.
+# What a launch is for: whole sequences; first segments, and what the later ones do to a state; these from the states
+# before them.
 WHOLE, MAP, APPLY = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+# What there is for each later segment: the state before it, B and A.
+MAPS = gl.constexpr(config.MAPS)
+FIRST, LATER = gl.constexpr(config.FIRST), gl.constexpr(config.LATER)
 
 
 @gluon.jit
@@ -65,15 +69,11 @@ def state_before(
     p_S0, S0_strides, p_map, n, i_h, is_first, is_map, o_v, o_k, is_known, STATE: gl.constexpr, HAS_S0: gl.constexpr,
     MODE: gl.constexpr,
 ):  # fmt: skip
-    """The state that a walk starts from, ``[BV, K]``; zeros before a sequence whose state is not ``is_known``.
-
-    The map of a first segment is of no use: in its place MAP leaves the initial state for APPLY, which may overwrite
-    the original at the end of the sequence before its beginning has been read.
-    """
+    """The state that a walk starts from, ``[BV, K]``; zeros before a sequence whose state is not ``is_known``."""
     K: gl.constexpr = o_k.shape[1]
     S = gl.zeros([o_v.shape[0], K], gl.float32, STATE)
     if MODE == APPLY:
-        S = gl.load(p_map + gl.where(is_first, K * K, 0) + o_v * K + o_k)
+        S = gl.load(p_map + o_v * K + o_k)
     elif is_first:
         if HAS_S0 and is_known:
             S0_n, S0_h, S0_v, S0_k = S0_strides
@@ -86,7 +86,7 @@ def state_before(
 @gluon.jit
 def walk_by_token(
     S, p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_o, raw_strides, o_t, batch, start, length, i_h, i_qk, is_map,
-    column, scale, lower_bound, K: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr,
+    has_output, column, scale, lower_bound, K: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr,
     HAS_DT_BIAS: gl.constexpr, NEG_EIGVAL: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """The recurrence itself, from the raw inputs: a NaN or inf goes where it must, and no further."""
@@ -120,7 +120,7 @@ def walk_by_token(
         beta = activated_beta(gl.load(p_beta).to(gl.float32), True, NEG_EIGVAL)
         u = beta * (v - gl.sum(S * gl.expand_dims(k, 0), 1))
         S += gl.expand_dims(u, 1) * gl.expand_dims(k, 0)
-        if MODE != MAP:
+        if has_output:
             o = gl.sum(S * gl.expand_dims(q, 0), 1)
             gl.store(p_o + t * step + o_v, o.to(p_o.dtype.element_ty))
         p_q += q_t
@@ -186,9 +186,31 @@ def step_chunk(
 
 
 @gluon.jit
+def step_chunks(
+    S, begin, end, length, stage, phase, p_out, step, is_first, is_map, zero, o_token, o_row,
+    s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free,
+    K: gl.constexpr, MODE: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr,
+):  # fmt: skip
+    """:func:`step_chunk` for the chunks that begin with tokens from ``begin`` to before ``end``."""
+    if MODE == MAP and is_first:
+        for first in range(begin, end, C):
+            S, stage, phase = step_chunk(
+                S, first, length, stage, phase, p_out, step, is_map, zero, o_token, o_row,
+                s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free, K, WHOLE, STAGES, PARTS, PART,
+            )  # fmt: skip
+    else:
+        for first in range(begin, end, C):
+            S, stage, phase = step_chunk(
+                S, first, length, stage, phase, p_out, step, is_map, zero, o_token, o_row,
+                s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free, K, MODE, STAGES, PARTS, PART,
+            )  # fmt: skip
+    return S, stage, phase
+
+
+@gluon.jit
 def _walk(
     p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_map, p_o, raw_strides, S0_strides, S_strides, o_t,
-    batch, start, length, n, i_h, i_qk, is_first, is_map, is_stored, column, scale, lower_bound,
+    batch, start, length, n, i_h, i_qk, is_first, is_map, is_mapped, is_stored, column, scale, lower_bound,
     s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free,
     K: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
     NEG_EIGVAL: gl.constexpr, HAS_S0: gl.constexpr, STORE_S: gl.constexpr, MODE: gl.constexpr, STAGES: gl.constexpr,
@@ -205,55 +227,40 @@ def _walk(
     o_row = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, OUT)), 1)
     p_out = p_o + column + PART * BV + gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(0, OUT)), 0) + o_row * o_t
     step = o_t.to(gl.int64)
-    stage = 0
-    phase = 0
-    for first in range(0, length, C):
-        S, stage, phase = step_chunk(
-            S, first, length, stage, phase, p_out, step, is_map, zero, o_token, o_row,
-            s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free, K, MODE, STAGES, PARTS, PART,
-        )  # fmt: skip
+    start_of_ring = gl.to_tensor(0)
+    S, _, _ = step_chunks(
+        S, 0, length, length, start_of_ring, start_of_ring, p_out, step, is_first, is_map, zero, o_token, o_row,
+        s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free, K, MODE, STAGES, PARTS, PART,
+    )  # fmt: skip
     # 0 * x is not 0 for a NaN or inf, which a product of matrices has then also carried to earlier rows.
     broken = gl.where(S * 0.0 == 0.0, 0, 1)
     if gl.max(gl.max(broken, 1), 0) > 0:
         S = state_before(p_S0, S0_strides, p_map, n, i_h, is_first, is_map, o_v, o_k, True, STATE, HAS_S0, MODE)
         S = walk_by_token(
             S, p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_o, raw_strides, o_t, batch, start, length, i_h, i_qk,
-            is_map, column + PART * BV, scale, lower_bound, K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, MODE,
+            is_map, is_first if MODE == MAP else True, column + PART * BV, scale, lower_bound, K, GATE, HAS_A_LOG,
+            HAS_DT_BIAS, NEG_EIGVAL, MODE,
         )  # fmt: skip
-    if MODE == MAP:
-        if is_stored:
-            gl.store(p_map + o_v * K + o_k, S)
-    elif STORE_S:
+    if MODE == MAP and is_mapped:
+        gl.store(p_map + o_v * K + o_k, S)
+    if STORE_S:
         S_n, S_h, S_v, S_k = S_strides
         p_last = p_S + n * S_n + i_h * S_h + o_v * S_v + o_k * S_k
         gl.store(p_last, S.to(p_S.dtype.element_ty), mask=is_stored & (o_v >= 0))
 
 
 @gluon.jit
-def _segment(
-    number, p_cu, T, N, SEGMENT, PACKED: gl.constexpr, MODE: gl.constexpr,
-):  # fmt: skip
-    """The tokens that a walk goes through: sequence, first token in it, their count, the sequence's length and start.
+def _segments_of(length, SEGMENT):
+    """How many segments there are of so many tokens, and how many tokens the first and each later one have.
 
-    Segments of SEGMENT tokens are numbered as chunks are: see ``first_slot``.
+    A first one walks with outputs beside others without, and has fewer for that. All begin with a chunk, and only the
+    last may end inside of one.
     """
-    offset = 0
-    if PACKED:
-        n = number
-        if MODE != WHOLE:
-            n = sequence_of_slot(p_cu, number, N, SEGMENT, gl.num_warps())
-        start = gl.load(p_cu + n).to(gl.int64)
-        length = (gl.load(p_cu + n + 1) - start).to(gl.int32)
-        if MODE != WHOLE:
-            offset = ((number - first_slot(start, n, SEGMENT)) * SEGMENT).to(gl.int32)
-    else:
-        n = number
-        if MODE != WHOLE:
-            n = number // ((T + SEGMENT - 1) // SEGMENT)
-            offset = (number % ((T + SEGMENT - 1) // SEGMENT) * SEGMENT).to(gl.int32)
-        start = gl.to_tensor(0).to(gl.int64)
-        length = T
-    return n, offset, length, start
+    chunks = (length + C - 1) // C
+    count = gl.maximum((length + SEGMENT - 1) // SEGMENT, 1)
+    parts = LATER * count - (LATER - FIRST)
+    later = gl.minimum((LATER * chunks + parts - 1) // parts, SEGMENT // C)
+    return count, (chunks - (count - 1) * later) * C, later * C
 
 
 @gluon.jit
@@ -262,44 +269,73 @@ def place(
 ):  # fmt: skip
     """What a program walks along.
 
+    Programs of MAP are the first segments of all sequences, then B and A of the later ones, whose numbers are those of
+    ``scan_segments``.
+
     Returns:
-        Its head, part of V and sequence; the walk's number, batch row, first slot, first token and count of tokens;
-        the token of its sequence that it begins with and the sequence's length; whether it is a segment's A, whether it
-        starts from the sequence's first state, and whether it stores a state.
+        Its head, part of V and sequence; where among the maps its own is; batch row, first slot, first token and count
+        of tokens; the token of its sequence that it begins with and the sequence's length; whether it begins the
+        sequence, whether it is a segment's A, and whether it stores a map, and a final state.
     """
     pid = gl.program_id(0)
     SPLITS: gl.constexpr = V // (PARTS * BV)
     i_v = pid % SPLITS
     rest = pid // SPLITS
+    is_first = MODE != APPLY
     is_map = False
     if MODE == MAP:
-        is_map = rest % 2 == 1
-        rest = rest // 2
+        is_first = rest < N * HV
+        rest = gl.where(is_first, rest, rest - N * HV)
+        is_map = (is_first == 0) & (rest % 2 == 1)
+        rest = gl.where(is_first, rest, rest // 2)
     i_h = rest % HV
     number = (rest // HV).to(gl.int64)
-    n, offset, whole, start = _segment(number, p_cu, T, N, SEGMENT, PACKED, MODE)
-    batch = n * 0
-    slot = first_slot(start, n, C)
-    if not PACKED:
+    n = number
+    if MODE != WHOLE:
+        # Of later segments.
+        per_row = gl.maximum((T + SEGMENT - 1) // SEGMENT - 1, 1)
+        n = number // per_row
+        if PACKED:
+            n = sequence_of_slot(p_cu, number, N, SEGMENT, gl.num_warps(), False)
+        n = gl.where(is_first, number, n)
+    if PACKED:
+        start = gl.load(p_cu + n).to(gl.int64)
+        whole = (gl.load(p_cu + n + 1) - start).to(gl.int32)
+        batch = n * 0
+        slot = first_slot(start, n, C)
+    else:
+        start = gl.to_tensor(0).to(gl.int64)
+        whole = T
         batch = n
         slot = n * ((T + C - 1) // C)
     length = whole
-    is_first = True
+    offset = 0
+    at = number
+    is_mapped = False
     is_stored = True
     if MODE != WHOLE:
-        is_first = offset == 0
-        is_last = offset + SEGMENT >= whole
-        length = gl.minimum(whole - offset, SEGMENT)
-        # A segment past the end of its sequence holds nothing, and an empty sequence is its own first and last.
-        is_stored = is_last & (is_first | (length > 0))
+        count, first, later = _segments_of(whole, SEGMENT)
+        # The number of the sequence's second segment, before which the first one leaves its state.
+        second = n * per_row
+        if PACKED:
+            second = start // SEGMENT
+        i_later = (number - second).to(gl.int32)
+        is_there = is_first | (i_later < count - 1)
+        offset = gl.where(is_first, 0, first + i_later * later)
+        size = gl.where(is_first, first, later)
+        is_last = offset + size >= whole
+        length = gl.where(is_there, gl.minimum(whole - offset, size), 0)
+        is_stored = is_there & is_last
+        at = gl.where(is_first, second, number) * (HV * MAPS) + i_h * MAPS
         if MODE == MAP:
-            # Nothing follows a last segment, and what comes before a first one is known.
-            is_walked = (length > 0) & (offset + SEGMENT < whole) & ((offset > 0) | (is_map == 0))
-            length = gl.where(is_walked, length, 0)
-            is_stored = is_walked | (is_first & is_map)
+            # Nothing follows a last segment.
+            length = gl.where(is_first | (is_last == 0), length, 0)
+            is_mapped = is_there & (is_last == 0)
+            is_stored = is_stored & is_first
+            at += gl.where(is_first, 0, gl.where(is_map, 2, 1))
         slot += offset // C
         start += offset
-    return i_h, i_v, n, number, batch, slot, start, length, offset, whole, is_map, is_first, is_stored
+    return i_h, i_v, n, at, batch, slot, start, length, offset, whole, is_first, is_map, is_mapped, is_stored
 
 
 @gluon.jit
@@ -333,20 +369,20 @@ def walk(
     """One (sequence or segment, value head, PARTS x 64 columns of V).
 
     A segment takes a state S before it to ``S A + B``, states transposed as here. Where sequences are cut, a launch
-    with MODE = MAP finds A and B of every segment: B by a walk from zeros, A by a walk from the unit matrix with v = 0.
-    A scan makes the state before every segment of them, and a launch with MODE = APPLY goes on from these.
+    with MODE = MAP walks along first segments, and finds A and B of every later one: B by a walk from zeros, A by a
+    walk from the unit matrix with v = 0. A scan makes the state before every later segment of them, and a launch with
+    MODE = APPLY goes on from these.
 
     Args:
         d_kq, d_end: descriptors of the tiles, blocks ``[2 C, K]`` and ``[C, K]``; d_square: of the squares, blocks
             ``[2 C, 2 C]``; d_decay: ``[slots * HV, K]``, blocks ``[1, K]``; d_v: ``[B * T, HV * V]``, blocks
             ``[C, BV]``.
-        p_maps: ``[segments, HV, 2, K, K]`` float32: B, later the state before the segment, and A; V = K. A first
-            segment's A is the initial state.
-        SEGMENT: tokens of a segment, a multiple of C.
+        p_maps: ``[later segments, HV, 3, K, K]`` float32: the state before each, B and A; V = K.
+        SEGMENT: tokens of a segment at most, a multiple of C.
         The raw inputs are read only if the state is not finite at the end.
         The others: see ``flash_kda.backends.triton.recurrence.recurrence``.
     """
-    i_h, i_v, n, number, batch, slot, start, length, _, _, is_map, is_first, is_stored = place(
+    i_h, i_v, n, at, batch, slot, start, length, _, _, is_first, is_map, is_mapped, is_stored = place(
         p_cu, T, N, HV, SEGMENT, V, PACKED, MODE, PARTS
     )
     s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free = allocate(
@@ -357,7 +393,7 @@ def walk(
     column = i_v * (PARTS * BV)
     i_qk = i_h // GROUP
     p_out = p_o + batch * o_b + start * o_t + i_h * o_h
-    p_map = p_maps + ((number * HV + i_h) * 2 + is_map) * (K * K)
+    p_map = p_maps + at * (K * K)
     raw = (q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h)
     S0_strides = (S0_n, S0_h, S0_v, S0_k)
     S_strides = (S_n, S_h, S_v, S_k)
@@ -366,8 +402,8 @@ def walk(
         gl.warp_specialize([
             (_walk, (
                 p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_map, p_out, raw, S0_strides, S_strides,
-                o_t, batch, start, length, n, i_h, i_qk, is_first, is_map, is_stored, column, scale, lower_bound,
-                s_kq, s_end, s_square, s_decay, s_v, s_o.index(0), bar_ready, bar_free,
+                o_t, batch, start, length, n, i_h, i_qk, is_first, is_map, is_mapped, is_stored, column, scale,
+                lower_bound, s_kq, s_end, s_square, s_decay, s_v, s_o.index(0), bar_ready, bar_free,
                 K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, HAS_S0, STORE_S, MODE, STAGES, PARTS, 0,
             )),
             (load_chunks, (
@@ -379,14 +415,14 @@ def walk(
         gl.warp_specialize([
             (_walk, (
                 p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_map, p_out, raw, S0_strides, S_strides,
-                o_t, batch, start, length, n, i_h, i_qk, is_first, is_map, is_stored, column, scale, lower_bound,
-                s_kq, s_end, s_square, s_decay, s_v, s_o.index(0), bar_ready, bar_free,
+                o_t, batch, start, length, n, i_h, i_qk, is_first, is_map, is_mapped, is_stored, column, scale,
+                lower_bound, s_kq, s_end, s_square, s_decay, s_v, s_o.index(0), bar_ready, bar_free,
                 K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, HAS_S0, STORE_S, MODE, STAGES, PARTS, 0,
             )),
             (_walk, (
                 p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_map, p_out, raw, S0_strides, S_strides,
-                o_t, batch, start, length, n, i_h, i_qk, is_first, is_map, is_stored, column, scale, lower_bound,
-                s_kq, s_end, s_square, s_decay, s_v, s_o.index(1), bar_ready, bar_free,
+                o_t, batch, start, length, n, i_h, i_qk, is_first, is_map, is_mapped, is_stored, column, scale,
+                lower_bound, s_kq, s_end, s_square, s_decay, s_v, s_o.index(1), bar_ready, bar_free,
                 K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, HAS_S0, STORE_S, MODE, STAGES, PARTS, 1,
             )),
             (load_chunks, (
