@@ -135,7 +135,7 @@ BUILDS: dict[str, tuple[Problem, dict[str, Any], list[int]]] = {
     "shared-packed": (replace(KEPT, H=96, N=6, packed=True), {}, [144]),
     "shared-kv": (replace(KEPT, H=96), {"layout": "kv"}, [704]),
     "two": (replace(KEPT, H=96, V=192), {}, [160]),
-    "cut": (replace(KEPT, H=8), {}, [272, 32]),
+    "cut": (replace(KEPT, H=8), {}, [384, 32]),
     "cut-packed": (replace(KEPT, H=8, N=2, packed=True), {}, [384, 32]),
 }
 
