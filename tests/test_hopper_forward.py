@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cases import Case, oracle, parameters
+from cases import Call, Case, oracle, parameters
 from compare import assert_outputs, assert_states
 from prefilling import PrefillCase, assert_prefilled, on_cpu
 
@@ -19,13 +20,19 @@ pytest.importorskip("triton")
 
 ROWS: dict[str, Any] = {"H": 1, "K": 128, "V": 128, "dtype": "bfloat16", "g_dtype": "bfloat16"}
 TOLERANCE = 6e-3
-# So few programs that each prepares several chunks.
-ALONE, SHARED = HopperConfig(5, 1, 4, None), HopperConfig(5, 2, 2, None)
+# So few programs that each prepares several chunks. Windows are of packed sequences; rows are alone or together.
+ALONE, SHARED = HopperConfig(5, 1, 4, None, window=40), HopperConfig(5, 2, 2, None, window=1000)
 # Segments of one chunk, and of several: first ones of fewer than the others where the sequence allows it.
-CUT, CUT_LONG = HopperConfig(5, 1, 4, None, segment=32), HopperConfig(5, 1, 4, None, segment=64)
+CUT, CUT_LONG = replace(SHARED, parts=1, segment=32), replace(ALONE, segment=64)
 CONFIGS = [
     pytest.param(x, id=name) for name, x in (("alone", ALONE), ("shared", SHARED), ("cut", CUT), ("long", CUT_LONG))
 ]
+
+
+def fitted(config: HopperConfig, call: Call) -> HopperConfig:
+    """With a window that is a multiple of the rows' length."""
+    T = call["q"].shape[1]
+    return config if call["cu_seqlens"] is not None else replace(config, window=max(1, config.window // 200) * T)
 
 
 def case(**changes: Any) -> Case:
@@ -56,7 +63,7 @@ def check(some: Case, config: HopperConfig, *, last_first: bool = True) -> None:
     import emulated_forward
 
     call = some.build()
-    o, state = emulated_forward.forward(call, config, in_place=True, last_first=last_first)
+    o, state = emulated_forward.forward(call, fitted(config, call), in_place=True, last_first=last_first)
     expected, expected_state = oracle(call)
     assert_outputs(o, expected, call, TOLERANCE)
     assert_states(state, expected_state, TOLERANCE)
@@ -67,7 +74,7 @@ def check_pool(some: PrefillCase, config: HopperConfig, *, last_first: bool = Tr
 
     call = some.build()
     before = on_cpu(call)
-    o = emulated_forward.prefill(call, config, last_first=last_first)
+    o = emulated_forward.prefill(call, fitted(config, call), last_first=last_first)
     assert_prefilled(on_cpu(call), before, o, TOLERANCE)
 
 
@@ -89,53 +96,75 @@ def test_results_in_a_pool(case: PrefillCase, config: HopperConfig) -> None:
 HEADS = 3
 
 
-def walked(lengths: tuple[int, ...], T: int, segment: int, *, packed: bool) -> dict[str, list[tuple[Any, ...]]]:
-    """By "MAP" and "APPLY", for each of their programs with something to do: sequence, head, whether it is A, its first
-    token and count of them, where its map is, and whether it stores a map and a final state.
-    """
+class Walk(NamedTuple):
+    n: int
+    head: int
+    part: int
+    is_a: int
+    offset: int
+    length: int
+    at: int
+    is_mapped: bool
+    is_stored: bool
+    program: int
+
+
+def walked(lengths: tuple[int, ...], T: int, segment: int, window: int, *, packed: bool) -> dict[str, list[Walk]]:
+    """By "WHOLE", "MAP" and "APPLY", the walks of all programs that have something to do."""
     import emulated_gluon
     import emulated_hardware
 
     from flash_kda.backends.hopper import recurrence
-    from flash_kda.backends.hopper.config import BV, MAPS, later_segments
+    from flash_kda.backends.hopper.config import BV, MAPS, later_segments, windows
     from flash_kda.types import Problem
 
     N = len(lengths)
     p = Problem(B=1 if packed else N, T=T, H=HEADS, N=N if packed else None, packed=packed)
-    later = later_segments(p, segment)
+    later, starts, splits = later_segments(p, segment), windows(p, window), p.V // BV
     cu = torch.tensor([0, *itertools.accumulate(lengths)])
-    found: dict[str, list[tuple[Any, ...]]] = {"MAP": [], "APPLY": []}
-    launches = (("MAP", recurrence.MAP, p.V // BV, N + 2 * later), ("APPLY", recurrence.APPLY, 1, later * p.V // BV))
+    found: dict[str, list[Walk]] = {}
+    launches = (
+        ("WHOLE", recurrence.WHOLE, 1, starts * splits),
+        ("MAP", recurrence.MAP, splits, starts + 2 * later),
+        ("APPLY", recurrence.APPLY, 1, later * splits),
+    )
     with pytest.MonkeyPatch.context() as patch:
         for name, mode, parts, programs in launches:
+            found[name] = []
             emulated_gluon.emulate(patch, recurrence)
             for number in range(programs * HEADS):
                 with emulated_hardware.running(number, programs * HEADS, 4, last_first=True):
-                    given = [emulated_gluon.value(x, torch.int32) for x in (T, N, HEADS, segment)]
-                    p_cu = emulated_gluon.Pointer(cu)
-                    i_h, i_v, n, at, batch, slot, start, length, offset, whole, *flags = recurrence.place(
-                        p_cu, *given, p.V, packed, mode.value, parts
+                    T_, N_, HV, WINDOW, SEGMENT = (
+                        emulated_gluon.value(x, torch.int32) for x in (T, N, HEADS, window, segment)
                     )
-                is_first, is_map, is_mapped, is_stored = (bool(x) for x in flags)
-                if length == 0 and not is_stored:
-                    continue
-                n, offset = int(n), int(offset)
-                assert is_first == (offset == 0)
-                assert int(whole) == lengths[n]
-                assert int(start) == (int(cu[n]) if packed else 0) + offset
-                assert int(batch) == (0 if packed else n)
-                first_slot = int(cu[n]) // 32 + n if packed else n * math.ceil(T / 32)
-                assert int(slot) == first_slot + offset // 32
-                assert offset % 32 == 0
-                if name == "APPLY" or is_mapped:
-                    assert 0 <= int(at) < later * HEADS * MAPS
-                found[name].append((n, int(i_h), int(i_v), is_map, offset, int(length), int(at), is_mapped, is_stored))
+                    p_cu = emulated_gluon.Pointer(cu)
+                    i_h, i_v, n, end, later_number, is_first, is_map = recurrence.program_of(
+                        p_cu, T_, N_, HV, WINDOW, SEGMENT, p.V, packed, mode.value, parts
+                    )
+                    assert bool(is_first) or int(end) == int(n) + 1
+                    while n < end:
+                        at, batch, slot, start, length, offset, whole, is_mapped, is_stored = recurrence.place(
+                            p_cu, n, later_number, i_h, is_first, is_map, T_, HV, SEGMENT, packed, mode.value
+                        )
+                        if length or is_stored:
+                            numbers = (int(x) for x in (n, i_h, i_v, is_map, offset, length, at))
+                            x = Walk(*numbers, bool(is_mapped), bool(is_stored), number)
+                            found[name].append(x)
+                            assert bool(is_first) == (x.offset == 0)
+                            assert int(whole) == lengths[x.n]
+                            assert int(start) == (int(cu[x.n]) if packed else 0) + x.offset
+                            assert int(batch) == (0 if packed else x.n)
+                            first_slot = int(cu[x.n]) // 32 + x.n if packed else x.n * math.ceil(T / 32)
+                            assert int(slot) == first_slot + x.offset // 32
+                            assert x.offset % 32 == 0
+                            assert 0 <= x.at < later * HEADS * MAPS or not (name == "APPLY" or is_mapped)
+                        n += 1
     return found
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_segments(seed: int) -> None:
-    """First segments are walked along once, later ones as B and A but for the last, then again; and maps are apart."""
+def test_every_token_is_walked_along_once(seed: int) -> None:
+    """By a program of the window that its sequence begins in; first segments too, and later ones twice but the last."""
     from flash_kda.backends.hopper.config import MAPS
 
     rng = random.Random(seed)
@@ -145,31 +174,32 @@ def test_segments(seed: int) -> None:
         lengths = (rng.choice([33, 100, 1000]),) * 3
     T = sum(lengths) + rng.choice([0, 1, 200]) if packed else lengths[0]
     segment = rng.choice([x for x in (32, 64, 96, 128, 320) if x < T])
-    found = walked(lengths, T, segment, packed=packed)
+    window = rng.choice([1, 7, 128, 1000, 10**6]) if packed else T * rng.choice([1, 2, 5])
+    found = walked(lengths, T, segment, window, packed=packed)
     for n, length in enumerate(lengths):
+        begins = (sum(lengths[:n]) if packed else n * T) // window
         for h in range(HEADS):
-            mapped = [x[3:] for x in found["MAP"] if x[:2] == (n, h)]
-            firsts = [x[1:] for x in mapped if x[1] == 0]
-            applied = sorted(x[4:] for x in found["APPLY"] if x[:2] == (n, h) and x[2] == 0)
-            assert applied == sorted(x[4:] for x in found["APPLY"] if x[:2] == (n, h) and x[2] == 1)
-            (_, size, at, is_mapped, is_stored) = firsts[0]
-            assert len(firsts) == 1
-            # Tokens are walked along once with outputs, and the last walk stores the final state.
-            pieces = [(0, size), *((x[0], x[1]) for x in applied)]
-            assert [x[0] for x in pieces] == [sum(y[1] for y in pieces[:i]) for i in range(len(pieces))]
-            assert sum(x[1] for x in pieces) == length
-            assert len(pieces) == max(1, math.ceil(length / segment))
-            assert all(0 < x[1] <= segment for x in pieces[: len(pieces) * (length > 0)])
-            assert [is_stored, *(x[4] for x in applied)] == [False] * (len(pieces) - 1) + [True]
-            assert is_mapped == (len(pieces) > 1)
-            # Each later one starts from its own first map; B and A of all but the last are its second and third.
-            for i, x in enumerate(applied):
-                assert x[2] == at + i * HEADS * MAPS
-            ends = sorted((x[1], x[0], x[2], x[3]) for x in mapped if x[1] > 0)
-            want = []
-            for x in applied[:-1]:
-                want += [(x[0], False, x[1], x[2] + 1), (x[0], True, x[1], x[2] + 2)]
-            assert ends == sorted((offset, is_map, size, at) for offset, is_map, size, at in want)
-            assert all(x[4] and not x[5] for x in mapped if x[1] > 0)
-    maps = [x[6] for x in found["MAP"] if x[7]]
-    assert len(set(maps)) == len(maps), "two walks leave what they find in one place"
+            for part in (0, 1):
+                (whole,) = (x for x in found["WHOLE"] if (x.n, x.head, x.part) == (n, h, part))
+                assert (whole.length, whole.is_stored, whole.is_mapped) == (length, True, False)
+                assert whole.program == (begins * HEADS + h) * 2 + part
+            mapped = [x for x in found["MAP"] if (x.n, x.head) == (n, h)]
+            (first,) = (x for x in mapped if x.offset == 0)
+            assert first.program == begins * HEADS + h
+            # The last walk stores the final state, each before it a map.
+            applied, other = ([x for x in found["APPLY"] if (x.n, x.head, x.part) == (n, h, part)] for part in (0, 1))
+            assert [x.offset for x in applied] == [x.offset for x in other]
+            walks = [first, *applied]
+            assert [x.offset for x in walks] == [0, *itertools.accumulate(x.length for x in walks[:-1])]
+            assert sum(x.length for x in walks) == length
+            assert len(walks) == max(1, math.ceil(length / segment))
+            assert all(0 < x.length <= segment for x in walks) or length == 0
+            assert [x.is_stored for x in walks] == [False] * (len(walks) - 1) + [True]
+            assert first.is_mapped == (len(walks) > 1)
+            # A later walk starts from the first of its own maps; B and A of all but the last are the others.
+            assert [x.at for x in applied] == [first.at + i * HEADS * MAPS for i in range(len(applied))]
+            wanted = [(x.offset, A, x.length, x.at + 1 + A, True, False) for x in applied[:-1] for A in (False, True)]
+            maps = [(x.offset, x.is_a, x.length, x.at, x.is_mapped, x.is_stored) for x in mapped if x.offset]
+            assert sorted(maps) == wanted
+    places = [x.at for x in found["MAP"] if x.is_mapped]
+    assert len(set(places)) == len(places), "two walks leave what they find in one place"

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from flash_kda.backends.hopper.config import BV, MAPS, HopperConfig, configure, later_segments
+from flash_kda.backends.hopper.config import BV, MAPS, HopperConfig, configure, later_segments, windows
 from flash_kda.backends.hopper.prepare import BC, HALF, prepare_warp
 from flash_kda.backends.hopper.recurrence import APPLY, MAP, WHOLE, walk
 from flash_kda.backends.triton import common
@@ -56,9 +56,8 @@ def prepared(call: Signature, portable: triton_config.Config) -> dict[str, Matri
     """What a walk copies of what was prepared, and of v."""
     C, K = portable.C, call.problem.K
     return {
-        "kq": tiles_of(call, portable, 2 * C, K),
-        "end": tiles_of(call, portable, C, K),
-        "square": squares_of(call, portable, 2 * C),
+        "tile": tiles_of(call, portable, C, K),
+        "square": squares_of(call, portable, C),
         "decay": decays_of(call, portable),
         "v": rows_of(call, "v", (C, BV)),
     }
@@ -98,11 +97,13 @@ def describe(
     p = call.problem
     K, HV, N = p.K, p.HV or p.H, p.N or p.B
     later = 0 if config.segment is None else later_segments(p, config.segment)
+    starts = windows(p, config.window)
     maps = later * HV * MAPS * K * K
     scratch = {**triton_config.workspace(p), "maps": (maps, torch.float32)}
     values = triton_forward.values(call, portable, out, final) | {
         "STAGES": config.stages,
         "PARTS": config.parts,
+        "WINDOW": config.window,
         "SEGMENT": config.segment or 0,
         "MODE": WHOLE.value if config.segment is None else APPLY.value,
         "SCAN_BV": SCAN_BV,
@@ -113,11 +114,11 @@ def describe(
     launches = preparation(call, portable, values, config.prepare_programs)
     walked = prepared(call, portable)
     options = {"num_warps": 4} | ({} if config.walk_registers is None else {"maxnreg": config.walk_registers})
-    walks = N
+    walks = starts
     if config.segment is not None:
         walks = later
         own = {"MODE": MAP.value, "PARTS": K // BV}
-        launches.append(Launch(walk, (N + 2 * later) * HV, values | own, {"num_warps": 4}, walked))
+        launches.append(Launch(walk, (starts + 2 * later) * HV, values | own, {"num_warps": 4}, walked))
         launches.append(Launch(scan_segments, N * HV * K // SCAN_BV, values, {"num_warps": 8}))
     launches.append(Launch(walk, walks * HV * p.V // (BV * config.parts), values, options, walked))
     return scratch, launches

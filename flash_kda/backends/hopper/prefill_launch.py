@@ -24,7 +24,7 @@ def describe(
     own = triton_prefill.pool_values(call)
 
     def pooled(x: Launch) -> Launch:
-        if "kq" not in x.matrices:
+        if "decay" not in x.matrices:
             # No walk.
             return x
         return Launch(pooled_walk, x.programs, {**x.values, **own}, x.options, x.matrices)

@@ -37,7 +37,7 @@ def scan_segments(
     o_A = tl.arange(0, K)[:, None] * K + tl.arange(0, K)[None, :]
     p_map = p_maps + (number * HV + i_h) * (MAPS * K * K)
     S = tl.load(p_map + o_S, mask=later + 0 * o_S > 1, other=0.0)
-    for _ in tl.range(1, later, num_stages=1):
+    for _ in tl.range(1, later, num_stages=3):
         B = tl.load(p_map + K * K + o_S)
         A = tl.load(p_map + 2 * K * K + o_A)
         S = tl.dot(S, A, B, input_precision="tf32x3")
