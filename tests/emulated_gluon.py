@@ -147,7 +147,7 @@ LANGUAGE = SimpleNamespace(
     # Conversions are all that the kernels have it for.
     inline_asm_elementwise=lambda asm, constraints, x, dtype, **_: x[0].to(dtype),
     to_tensor=lambda x: value(x, torch.int32),
-    dot=lambda a, b, acc, **_: hardware.dot(a, b, acc),
+    dot=lambda a, b, acc=None, **_: hardware.dot(a, b, acc),
     static_range=_static_range,
     range=lambda *bounds, **_: _static_range(*bounds),
     load=_load,

@@ -206,17 +206,17 @@ def gluon_source_of(launch: Launch, dtypes: Dtypes) -> Any:
     return GluonASTSource(launch.kernel, signature, constexprs=constants, attrs=plain.attrs)
 
 
-# Bytes that a thread may spill: the walk's not in its loops over chunks.
+# Bytes that a thread may spill.
 BUILDS = {
-    "whole": (Problem(T=8192, H=64), [("prepare_warp", 0), ("walk", 16)]),
-    "shared": (Problem(T=8192, H=96), [("prepare_warp", 0), ("walk", 32)]),
-    "two": (Problem(T=8192, H=96, V=64), [("prepare_warp", 0), ("walk", 16)]),
-    "packed": (Problem(T=8192, H=96, N=6, packed=True), [("prepare_warp", 16), ("walk", 16)]),
-    "softplus": (Problem(T=8192, H=64, gate="softplus"), [("prepare_warp", 64), ("prepare", 512), ("walk", 16)]),
-    "cut": (Problem(T=8192, H=8), [("prepare_warp", 0), ("walk", 544), ("scan_segments", 0), ("walk", 16)]),
+    "whole": (Problem(T=8192, H=64), [("prepare_warp", 0), ("walk", 0)]),
+    "shared": (Problem(T=8192, H=96), [("prepare_warp", 0), ("walk", 0)]),
+    "two": (Problem(T=8192, H=96, V=64), [("prepare_warp", 0), ("walk", 0)]),
+    "packed": (Problem(T=8192, H=96, N=6, packed=True), [("prepare_warp", 16), ("walk", 0)]),
+    "softplus": (Problem(T=8192, H=64, gate="softplus"), [("prepare_warp", 64), ("prepare", 512), ("walk", 0)]),
+    "cut": (Problem(T=8192, H=8), [("prepare_warp", 0), ("walk", 0), ("scan_segments", 0), ("walk", 0)]),
     "cut-packed": (
         Problem(T=8192, H=8, N=2, packed=True),
-        [("prepare_warp", 16), ("walk", 144), ("scan_segments", 0), ("walk", 16)],
+        [("prepare_warp", 16), ("walk", 0), ("scan_segments", 0), ("walk", 0)],
     ),
 }
 
@@ -349,19 +349,16 @@ def run(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     return result
 
 
-@pytest.fixture(params=["whole", "cut", "together"])
+@pytest.fixture(params=[False, True], ids=["whole", "cut"])
 def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    """Whether sequences are cut into the shortest segments that fill the device; or one program has all of them."""
+    """Whether sequences are cut into the shortest segments that fill the device."""
     from flash_kda.backends.hopper import forward
 
-    is_cut = request.param == "cut"
-    monkeypatch.setattr(hopper_config, "LEAST_TOKENS", 96 if is_cut else math.inf)
-    if request.param == "together":
-        monkeypatch.setattr(hopper_config, "window", lambda p, *_: p.T * (1 if p.packed else p.B))
+    monkeypatch.setattr(hopper_config, "LEAST_TOKENS", 96 if request.param else math.inf)
     monkeypatch.setattr(hopper_config, "LEAST_AVERAGE", 0)
     for cache in (configure, forward.plan):
         cache.cache_clear()
-    yield is_cut
+    yield request.param
     for cache in (configure, forward.plan):
         cache.cache_clear()
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cases import Call, Case, oracle, parameters
+from cases import Case, oracle, parameters
 from compare import assert_outputs, assert_states
 from prefilling import PrefillCase, assert_prefilled, on_cpu
 
@@ -20,19 +20,13 @@ pytest.importorskip("triton")
 
 ROWS: dict[str, Any] = {"H": 1, "K": 128, "V": 128, "dtype": "bfloat16", "g_dtype": "bfloat16"}
 TOLERANCE = 6e-3
-# So few programs that each prepares several chunks. Windows are of packed sequences; rows are alone or together.
-ALONE, SHARED = HopperConfig(5, 1, 4, None, window=40), HopperConfig(5, 2, 2, None, window=1000)
+# So few programs that each prepares several chunks.
+ALONE, SHARED = HopperConfig(5, 1, 4, None), HopperConfig(5, 2, 2, None)
 # Segments of one chunk, and of several: first ones of fewer than the others where the sequence allows it.
-CUT, CUT_LONG = replace(SHARED, parts=1, segment=32), replace(ALONE, segment=64)
+CUT, CUT_LONG = replace(ALONE, segment=32), replace(ALONE, segment=64)
 CONFIGS = [
     pytest.param(x, id=name) for name, x in (("alone", ALONE), ("shared", SHARED), ("cut", CUT), ("long", CUT_LONG))
 ]
-
-
-def fitted(config: HopperConfig, call: Call) -> HopperConfig:
-    """With a window that is a multiple of the rows' length."""
-    T = call["q"].shape[1]
-    return config if call["cu_seqlens"] is not None else replace(config, window=max(1, config.window // 200) * T)
 
 
 def case(**changes: Any) -> Case:
@@ -63,7 +57,7 @@ def check(some: Case, config: HopperConfig, *, last_first: bool = True) -> None:
     import emulated_forward
 
     call = some.build()
-    o, state = emulated_forward.forward(call, fitted(config, call), in_place=True, last_first=last_first)
+    o, state = emulated_forward.forward(call, config, in_place=True, last_first=last_first)
     expected, expected_state = oracle(call)
     assert_outputs(o, expected, call, TOLERANCE)
     assert_states(state, expected_state, TOLERANCE)
@@ -74,7 +68,7 @@ def check_pool(some: PrefillCase, config: HopperConfig, *, last_first: bool = Tr
 
     call = some.build()
     before = on_cpu(call)
-    o = emulated_forward.prefill(call, fitted(config, call), last_first=last_first)
+    o = emulated_forward.prefill(call, config, last_first=last_first)
     assert_prefilled(on_cpu(call), before, o, TOLERANCE)
 
 
@@ -109,23 +103,23 @@ class Walk(NamedTuple):
     program: int
 
 
-def walked(lengths: tuple[int, ...], T: int, segment: int, window: int, *, packed: bool) -> dict[str, list[Walk]]:
+def walked(lengths: tuple[int, ...], T: int, segment: int, *, packed: bool) -> dict[str, list[Walk]]:
     """By "WHOLE", "MAP" and "APPLY", the walks of all programs that have something to do."""
     import emulated_gluon
     import emulated_hardware
 
     from flash_kda.backends.hopper import recurrence
-    from flash_kda.backends.hopper.config import BV, MAPS, later_segments, windows
+    from flash_kda.backends.hopper.config import BV, MAPS, ROLES, later_segments
     from flash_kda.types import Problem
 
     N = len(lengths)
     p = Problem(B=1 if packed else N, T=T, H=HEADS, N=N if packed else None, packed=packed)
-    later, starts, splits = later_segments(p, segment), windows(p, window), p.V // BV
+    later, splits = later_segments(p, segment), p.V // BV
     cu = torch.tensor([0, *itertools.accumulate(lengths)])
     found: dict[str, list[Walk]] = {}
     launches = (
-        ("WHOLE", recurrence.WHOLE, 1, starts * splits),
-        ("MAP", recurrence.MAP, splits, starts + 2 * later),
+        ("WHOLE", recurrence.WHOLE, 1, N * splits),
+        ("MAP", recurrence.MAP, splits, ROLES * later + (N if packed else 0)),
         ("APPLY", recurrence.APPLY, 1, later * splits),
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -134,37 +128,30 @@ def walked(lengths: tuple[int, ...], T: int, segment: int, window: int, *, packe
             emulated_gluon.emulate(patch, recurrence)
             for number in range(programs * HEADS):
                 with emulated_hardware.running(number, programs * HEADS, 4, last_first=True):
-                    T_, N_, HV, WINDOW, SEGMENT = (
-                        emulated_gluon.value(x, torch.int32) for x in (T, N, HEADS, window, segment)
-                    )
+                    given = [emulated_gluon.value(x, torch.int32) for x in (T, N, HEADS, segment)]
                     p_cu = emulated_gluon.Pointer(cu)
-                    i_h, i_v, n, end, later_number, is_first, is_map = recurrence.program_of(
-                        p_cu, T_, N_, HV, WINDOW, SEGMENT, p.V, packed, mode.value, parts
+                    i_h, i_v, n, at, batch, slot, start, length, offset, whole, *flags = recurrence.place(
+                        p_cu, *given, p.V, packed, mode.value, parts
                     )
-                    assert bool(is_first) or int(end) == int(n) + 1
-                    while n < end:
-                        at, batch, slot, start, length, offset, whole, is_mapped, is_stored = recurrence.place(
-                            p_cu, n, later_number, i_h, is_first, is_map, T_, HV, SEGMENT, packed, mode.value
-                        )
-                        if length or is_stored:
-                            numbers = (int(x) for x in (n, i_h, i_v, is_map, offset, length, at))
-                            x = Walk(*numbers, bool(is_mapped), bool(is_stored), number)
-                            found[name].append(x)
-                            assert bool(is_first) == (x.offset == 0)
-                            assert int(whole) == lengths[x.n]
-                            assert int(start) == (int(cu[x.n]) if packed else 0) + x.offset
-                            assert int(batch) == (0 if packed else x.n)
-                            first_slot = int(cu[x.n]) // 32 + x.n if packed else x.n * math.ceil(T / 32)
-                            assert int(slot) == first_slot + x.offset // 32
-                            assert x.offset % 32 == 0
-                            assert 0 <= x.at < later * HEADS * MAPS or not (name == "APPLY" or is_mapped)
-                        n += 1
+                    is_first, is_map, is_mapped, is_stored = (bool(x) for x in flags)
+                    if not length and not is_stored:
+                        continue
+                    x = Walk(*(int(x) for x in (n, i_h, i_v, is_map, offset, length, at)), is_mapped, is_stored, number)
+                    found[name].append(x)
+                    assert is_first == (x.offset == 0)
+                    assert int(whole) == lengths[x.n]
+                    assert int(start) == (int(cu[x.n]) if packed else 0) + x.offset
+                    assert int(batch) == (0 if packed else x.n)
+                    first_slot = int(cu[x.n]) // 32 + x.n if packed else x.n * math.ceil(T / 32)
+                    assert int(slot) == first_slot + x.offset // 32
+                    assert x.offset % 32 == 0
+                    assert 0 <= x.at < later * HEADS * MAPS or not (name == "APPLY" or is_mapped)
     return found
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_every_token_is_walked_along_once(seed: int) -> None:
-    """By a program of the window that its sequence begins in; first segments too, and later ones twice but the last."""
+    """First segments too, and later ones twice but the last; the programs that take longest come first."""
     from flash_kda.backends.hopper.config import MAPS
 
     rng = random.Random(seed)
@@ -174,18 +161,15 @@ def test_every_token_is_walked_along_once(seed: int) -> None:
         lengths = (rng.choice([33, 100, 1000]),) * 3
     T = sum(lengths) + rng.choice([0, 1, 200]) if packed else lengths[0]
     segment = rng.choice([x for x in (32, 64, 96, 128, 320) if x < T])
-    window = rng.choice([1, 7, 128, 1000, 10**6]) if packed else T * rng.choice([1, 2, 5])
-    found = walked(lengths, T, segment, window, packed=packed)
+    found = walked(lengths, T, segment, packed=packed)
     for n, length in enumerate(lengths):
-        begins = (sum(lengths[:n]) if packed else n * T) // window
         for h in range(HEADS):
             for part in (0, 1):
                 (whole,) = (x for x in found["WHOLE"] if (x.n, x.head, x.part) == (n, h, part))
                 assert (whole.length, whole.is_stored, whole.is_mapped) == (length, True, False)
-                assert whole.program == (begins * HEADS + h) * 2 + part
+                assert whole.program == (n * HEADS + h) * 2 + part
             mapped = [x for x in found["MAP"] if (x.n, x.head) == (n, h)]
             (first,) = (x for x in mapped if x.offset == 0)
-            assert first.program == begins * HEADS + h
             # The last walk stores the final state, each before it a map.
             applied, other = ([x for x in found["APPLY"] if (x.n, x.head, x.part) == (n, h, part)] for part in (0, 1))
             assert [x.offset for x in applied] == [x.offset for x in other]
@@ -201,5 +185,7 @@ def test_every_token_is_walked_along_once(seed: int) -> None:
             wanted = [(x.offset, A, x.length, x.at + 1 + A, True, False) for x in applied[:-1] for A in (False, True)]
             maps = [(x.offset, x.is_a, x.length, x.at, x.is_mapped, x.is_stored) for x in mapped if x.offset]
             assert sorted(maps) == wanted
+    cut, whole = ([x.program for x in found["MAP"] if x.is_mapped == is_cut] for is_cut in (True, False))
+    assert max(cut, default=-1) < min(whole, default=math.inf)
     places = [x.at for x in found["MAP"] if x.is_mapped]
     assert len(set(places)) == len(places), "two walks leave what they find in one place"

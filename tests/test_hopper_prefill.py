@@ -123,20 +123,20 @@ def test_checkpoints_are_found(seed: int, poisoned: bool) -> None:
 POOLED = Problem(T=8192, H=64, op="prefill")
 KEPT = replace(POOLED, checkpoints=True)
 # The problem, layout and dtype of checkpoints, and bytes that a thread may spill in the launches of the walk: in its
-# loop over single tokens and, most in the "kv" layout, of addresses of states from one sequence to the next.
+# loop over single tokens and, in the "kv" layout, of addresses of states.
 BUILDS: dict[str, tuple[Problem, dict[str, Any], list[int]]] = {
-    "whole": (POOLED, {}, [16]),
-    "checkpoints": (KEPT, {}, [80]),
-    "bfloat16": (replace(KEPT, state_dtype=torch.bfloat16), {"kept": torch.bfloat16}, [80]),
-    "kv": (KEPT, {"layout": "kv"}, [1920]),
-    "softplus": (replace(KEPT, gate="softplus"), {}, [96]),
-    "shared": (replace(POOLED, H=96), {}, [16]),
-    "shared-checkpoints": (replace(KEPT, H=96), {}, [352]),
-    "shared-packed": (replace(KEPT, H=96, N=6, packed=True), {}, [208]),
-    "shared-kv": (replace(KEPT, H=96), {"layout": "kv"}, [1600]),
-    "two": (replace(KEPT, H=96, V=192), {}, [256]),
-    "cut": (replace(KEPT, H=8), {}, [896, 32]),
-    "cut-packed": (replace(KEPT, H=8, N=2, packed=True), {}, [512, 96]),
+    "whole": (POOLED, {}, [0]),
+    "checkpoints": (KEPT, {}, [0]),
+    "bfloat16": (replace(KEPT, state_dtype=torch.bfloat16), {"kept": torch.bfloat16}, [0]),
+    "kv": (KEPT, {"layout": "kv"}, [384]),
+    "softplus": (replace(KEPT, gate="softplus"), {}, [0]),
+    "shared": (replace(POOLED, H=96), {}, [0]),
+    "shared-checkpoints": (replace(KEPT, H=96), {}, [288]),
+    "shared-packed": (replace(KEPT, H=96, N=6, packed=True), {}, [144]),
+    "shared-kv": (replace(KEPT, H=96), {"layout": "kv"}, [704]),
+    "two": (replace(KEPT, H=96, V=192), {}, [160]),
+    "cut": (replace(KEPT, H=8), {}, [432, 32]),
+    "cut-packed": (replace(KEPT, H=8, N=2, packed=True), {}, [384, 32]),
 }
 
 
@@ -256,17 +256,14 @@ def test_alignment_chooses_the_kernels(name: str, pooled: dict[str, Jitted]) -> 
 gpu = pytest.mark.gpu
 
 
-@pytest.fixture(params=["whole", "cut", "together"])
+@pytest.fixture(params=[False, True], ids=["whole", "cut"])
 def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    """Whether sequences are cut into the shortest segments that fill the device; or one program has all of them."""
-    is_cut = request.param == "cut"
-    monkeypatch.setattr(hopper_config, "LEAST_TOKENS", 96 if is_cut else math.inf)
-    if request.param == "together":
-        monkeypatch.setattr(hopper_config, "window", lambda p, *_: p.T * (1 if p.packed else p.B))
+    """Whether sequences are cut into the shortest segments that fill the device."""
+    monkeypatch.setattr(hopper_config, "LEAST_TOKENS", 96 if request.param else math.inf)
     monkeypatch.setattr(hopper_config, "LEAST_AVERAGE", 0)
     configure.cache_clear()
     forget()
-    yield is_cut
+    yield request.param
     configure.cache_clear()
 
 

@@ -24,7 +24,6 @@ class HopperConfig:
         parts: warpgroups per program of the walk, BV columns each.
         stages: chunks in flight in the walk.
         walk_registers: limit per thread where two programs are to share a multiprocessor; None for no limit.
-        window: a program walks along all sequences that begin within so many tokens; a multiple of T if not packed.
         segment: tokens at most that longer sequences are cut into, a multiple of 32; None where nothing is cut.
     """
 
@@ -32,7 +31,6 @@ class HopperConfig:
     parts: int
     stages: int
     walk_registers: int | None
-    window: int
     segment: int | None = None
 
 
@@ -40,6 +38,8 @@ class HopperConfig:
 FIRST, LATER = 4, 5
 # Matrices [K, K] for each later segment: the state before it, and two of what it does to a state.
 MAPS = 3
+# Walks for each later segment when these are made: the first segment, if it is before it, and the two.
+ROLES = 3
 # Cutting makes two walks of one and a scan between them: it takes two later segments and long sequences to pay.
 LEAST_SEGMENTS, LEAST_TOKENS = 2, 4096
 # Where sequences are packed their lengths are not known here: many short ones are taken for all short.
@@ -67,42 +67,20 @@ def later_segments(problem: Problem, tokens: int) -> int:
     return (1 if p.packed else p.B) * (math.ceil(p.T / tokens) - 1)
 
 
-# Copies of a program's next sequence are under way before the last one's end, which is worth it for short sequences.
-# Among those of unknown lengths programs are more than fit at a time, since some take longer than others.
-MOST_WINDOW = 1024
-
-
-def window(problem: Problem, parts: int, places: int) -> int:
-    """Tokens within which sequences are one program's, where so many programs run at a time; see ``HopperConfig``."""
-    p = problem
-    of_row = (p.HV or p.H) * math.ceil(p.V / (BV * parts))
-    if p.packed:
-        return max(1, min(math.ceil(p.T * of_row / places), MOST_WINDOW))
-    return p.T * max(1, min(math.ceil(p.B * of_row / places), MOST_WINDOW // p.T))
-
-
-def windows(problem: Problem, tokens: int) -> int:
-    """Windows of so many tokens: of packed sequences the last, if they are empty, may begin behind all tokens."""
-    p = problem
-    return p.T // tokens + 1 if p.packed else math.ceil(p.B * p.T / tokens)
-
-
 @lru_cache(maxsize=1024)
 def configure(problem: Problem, device: Device) -> HopperConfig:
     """The configuration for a problem that the backend supports."""
     p = problem
     programs = max(1, p.N or p.B) * (p.HV or p.H) * (p.V // BV)
-    cut = segment(p, device)
-    parts, stages, registers, places = 1, 4, None, device.multiprocessors
-    if cut is None and programs > device.multiprocessors:
-        if p.V % (2 * BV) == 0:
-            # Two warpgroups share the tiles that they both read.
-            parts = 2
-        else:
-            stages, registers, places = 2, 128, 2 * places
-    # Whole sequences and first segments; these by programs of all columns.
-    within = window(p, parts if cut is None else p.V // BV, places)
-    return HopperConfig(PREPARE_PROGRAMS * device.multiprocessors, parts, stages, registers, within, cut)
+    prepare_programs = PREPARE_PROGRAMS * device.multiprocessors
+    if (cut := segment(p, device)) is not None:
+        return HopperConfig(prepare_programs, parts=1, stages=4, walk_registers=None, segment=cut)
+    if programs <= device.multiprocessors:
+        return HopperConfig(prepare_programs, parts=1, stages=4, walk_registers=None)
+    if p.V % (2 * BV) == 0:
+        # Two warpgroups share the tiles that they both read.
+        return HopperConfig(prepare_programs, parts=2, stages=4, walk_registers=None)
+    return HopperConfig(prepare_programs, parts=1, stages=2, walk_registers=128)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from flash_kda.backends.hopper.config import BV, MAPS, HopperConfig, configure, later_segments, windows
+from flash_kda.backends.hopper.config import BV, MAPS, ROLES, HopperConfig, configure, later_segments
 from flash_kda.backends.hopper.prepare import BC, HALF, prepare_warp
 from flash_kda.backends.hopper.recurrence import APPLY, MAP, WHOLE, walk
 from flash_kda.backends.triton import common
@@ -21,8 +21,8 @@ from flash_kda.backends.triton.prepare import prepare
 from flash_kda.backends.triton.segments import scan_segments
 from flash_kda.types import Inputs, Layout, Maybe, Runner, Signature
 
-# Value columns of a program of the scan over segments.
-SCAN_BV = 16
+# Value columns and warps of a program of the scan over segments.
+SCAN_BV, SCAN_WARPS = 16, 16
 
 
 def rows_of(call: Signature, name: str, block: tuple[int, int]) -> Matrix:
@@ -97,13 +97,11 @@ def describe(
     p = call.problem
     K, HV, N = p.K, p.HV or p.H, p.N or p.B
     later = 0 if config.segment is None else later_segments(p, config.segment)
-    starts = windows(p, config.window)
     maps = later * HV * MAPS * K * K
     scratch = {**triton_config.workspace(p), "maps": (maps, torch.float32)}
     values = triton_forward.values(call, portable, out, final) | {
         "STAGES": config.stages,
         "PARTS": config.parts,
-        "WINDOW": config.window,
         "SEGMENT": config.segment or 0,
         "MODE": WHOLE.value if config.segment is None else APPLY.value,
         "SCAN_BV": SCAN_BV,
@@ -114,12 +112,14 @@ def describe(
     launches = preparation(call, portable, values, config.prepare_programs)
     walked = prepared(call, portable)
     options = {"num_warps": 4} | ({} if config.walk_registers is None else {"maxnreg": config.walk_registers})
-    walks = starts
+    walks = N
     if config.segment is not None:
         walks = later
         own = {"MODE": MAP.value, "PARTS": K // BV}
-        launches.append(Launch(walk, (starts + 2 * later) * HV, values | own, {"num_warps": 4}, walked))
-        launches.append(Launch(scan_segments, N * HV * K // SCAN_BV, values, {"num_warps": 8}))
+        programs = (ROLES * later + (N if p.packed else 0)) * HV
+        launches.append(Launch(walk, programs, values | own, {"num_warps": 4}, walked))
+        scans = (later if p.packed else N) * HV * K // SCAN_BV
+        launches.append(Launch(scan_segments, scans, values, {"num_warps": SCAN_WARPS}))
     launches.append(Launch(walk, walks * HV * p.V // (BV * config.parts), values, options, walked))
     return scratch, launches
 

@@ -19,7 +19,6 @@ from flash_kda.backends.hopper.recurrence import (
     allocate,
     load_chunks,
     place,
-    program_of,
     state_before,
     step_chunks,
     walk_by_token,
@@ -89,52 +88,16 @@ def _store_checkpoint(S, p_kept, at, places, pad, kept_n, kept_v, kept_k, o_v, o
 
 
 @gluon.jit
-def _slot(p_index, index_n, n, length, states, pad, HAS_INDEX: gl.constexpr):
-    """The slot of sequence n's states, whether there is one, and how many tokens are walked along: of padding none."""
-    if HAS_INDEX:
-        slot_S = gl.load(p_index + n * index_n).to(gl.int64)
-        is_there = exists(slot_S, states, pad)
-        return slot_S, is_there, gl.where(is_there, length, 0)
-    return n.to(gl.int64), True, length
-
-
-@gluon.jit
-def _load(
-    d_tile, d_square, d_decay, d_v, p_cu, p_index, index_n, states, pad, n, end, number, i_h, is_first, is_map, T, HV,
-    SEGMENT, column, s_kq, s_end, s_square, s_decay, s_v, bar_ready, bar_free,
-    PACKED: gl.constexpr, HAS_INDEX: gl.constexpr, MODE: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
-):  # fmt: skip
-    """Copies for all walks of a program."""
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    while n < end:
-        _, batch, slot, start, length, _, _, _, _ = place(
-            p_cu, n, number, i_h, is_first, is_map, T, HV, SEGMENT, PACKED, MODE
-        )
-        _, _, length = _slot(p_index, index_n, n, length, states, pad, HAS_INDEX)
-        stage, phase = load_chunks(
-            d_tile, d_square, d_decay, d_v, slot.to(gl.int32), (batch * T + start).to(gl.int32), length, HV, i_h,
-            column, is_first, is_map, s_kq, s_end, s_square, s_decay, s_v, bar_ready, bar_free, stage, phase,
-            MODE, STAGES, PARTS,
-        )  # fmt: skip
-        n += 1
-
-
-@gluon.jit
 def _walk(
     p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_map, p_o, p_offset, p_ends, p_target, p_kept,
     raw_strides, S0_strides, S_strides, o_t, offset_n, ends_n, target_n, kept_n, kept_v, kept_k,
     batch, start, length, n, slot_S, i_h, i_qk, offset, whole, is_known, is_first, is_map, is_mapped, is_stored, column,
-    scale, lower_bound, entries, places, pad, s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free, stage,
-    phase,
+    scale, lower_bound, entries, places, pad, s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free,
     K: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
     NEG_EIGVAL: gl.constexpr, STORE_S: gl.constexpr, CHECKPOINTS: gl.constexpr, HAS_TARGET: gl.constexpr,
     MODE: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
-    """The state of 64 columns of V from the first token to the last; the next stage and phase.
-
-    ``p_kept`` is at the head.
-    """
+    """The state of 64 columns of V from the first token to the last; ``p_kept`` is at the head."""
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     TOKENS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     # A pool may be a view of anything.
@@ -147,6 +110,8 @@ def _walk(
     o_row = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, OUT)), 1)
     p_out = p_o + column + PART * BV + gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(0, OUT)), 0) + o_row * o_t
     step = o_t.to(gl.int64)
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
     if CHECKPOINTS:
         i_c, end_c, checkpoint = _first_checkpoint(p_ends, ends_n, p_offset, offset_n, entries, n, offset, whole)
         if MODE == MAP:
@@ -223,53 +188,10 @@ def _walk(
     if STORE_S and is_stored:
         S_n, S_h, S_v, S_k = S_strides
         gl.store(p_S + slot_S * S_n + h_S * S_h + o_v * S_v + o_k * S_k, S.to(p_S.dtype.element_ty))
-    return stage, phase
-
-
-@gluon.jit
-def _walk_all(
-    p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_S0, p_S, p_maps, p_o,
-    p_index, p_known, p_offset, p_ends, p_target, p_kept,
-    raw_strides, S0_strides, S_strides, o_strides, index_n, known_n, offset_n, ends_n, target_n, kept_n, kept_v, kept_k,
-    n, end, number, i_h, i_qk, is_first, is_map, T, HV, SEGMENT, column, scale, lower_bound, states, entries, places,
-    pad, s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free,
-    K: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
-    NEG_EIGVAL: gl.constexpr, PACKED: gl.constexpr, STORE_S: gl.constexpr, HAS_INDEX: gl.constexpr,
-    HAS_KNOWN: gl.constexpr, CHECKPOINTS: gl.constexpr, HAS_TARGET: gl.constexpr,
-    MODE: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr,
-):  # fmt: skip
-    """All walks of a program; ``p_kept`` is at the head."""
-    o_b, o_t, o_h = o_strides
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    while n < end:
-        at, batch, _, start, length, offset, whole, is_mapped, is_stored = place(
-            p_cu, n, number, i_h, is_first, is_map, T, HV, SEGMENT, PACKED, MODE
-        )
-        slot_S, is_known, walked = _slot(p_index, index_n, n, length, states, pad, HAS_INDEX)
-        p_rows = p_o + batch * o_b + start * o_t + i_h * o_h
-        if HAS_INDEX:
-            cleared = length - walked
-            if MODE == MAP:
-                cleared = gl.where(is_first, cleared, 0)
-            _clear(p_rows + column + PART * BV, o_t.to(gl.int64), cleared, BV)
-        # The slot of an empty sequence may be another's: the last entries of boundaries are repeated for padding.
-        is_stored = is_stored & (walked > 0)
-        if HAS_KNOWN:
-            is_known = is_known & gl.load(p_known + n * known_n).to(gl.int1)
-        stage, phase = _walk(
-            p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_maps + at * (K * K), p_rows, p_offset, p_ends,
-            p_target, p_kept, raw_strides, S0_strides, S_strides, o_t, offset_n, ends_n, target_n, kept_n, kept_v,
-            kept_k, batch, start, walked, n, slot_S, i_h, i_qk, offset, whole, is_known, is_first, is_map, is_mapped,
-            is_stored, column, scale, lower_bound, entries, places, pad, s_kq, s_end, s_square, s_decay, s_v, s_o,
-            bar_ready, bar_free, stage, phase, K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, STORE_S, CHECKPOINTS,
-            HAS_TARGET, MODE, STAGES, PARTS, PART,
-        )  # fmt: skip
-        n += 1
 
 
 @gluon.jit(do_not_specialize=[
-    "T", "N", "HV", "GROUP", "scale", "lower_bound", "WINDOW", "SEGMENT", "states", "pad", "entries", "places",
+    "T", "N", "HV", "GROUP", "scale", "lower_bound", "SEGMENT", "states", "pad", "entries", "places",
 ])  # fmt: skip
 def pooled_walk(
     d_tile, d_square, d_decay, d_v, p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_S0, p_S, p_maps, p_o,
@@ -277,7 +199,7 @@ def pooled_walk(
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
     S0_n, S0_h, S0_v, S0_k, S_n, S_h, S_v, S_k, o_b, o_t, o_h,
     index_n, known_n, offset_n, ends_n, target_n, kept_n, kept_h, kept_v, kept_k,
-    T, N, HV, GROUP, scale, lower_bound, WINDOW, SEGMENT, states, pad, entries, places,
+    T, N, HV, GROUP, scale, lower_bound, SEGMENT, states, pad, entries, places,
     K: gl.constexpr, V: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
     NEG_EIGVAL: gl.constexpr, PACKED: gl.constexpr, STORE_S: gl.constexpr, HAS_INDEX: gl.constexpr,
     HAS_KNOWN: gl.constexpr, CHECKPOINTS: gl.constexpr, HAS_TARGET: gl.constexpr,
@@ -289,58 +211,74 @@ def pooled_walk(
         The tensors of pool and checkpoints: see ``flash_kda.backends.triton.recurrence.pooled_recurrence``.
         The raw inputs are read only for checkpoints inside of a chunk, and if the state is not finite at the end.
     """
-    i_h, i_v, n, end, number, is_first, is_map = program_of(p_cu, T, N, HV, WINDOW, SEGMENT, V, PACKED, MODE, PARTS)
+    i_h, i_v, n, at, batch, slot, start, length, offset, whole, is_first, is_map, is_mapped, is_stored = place(
+        p_cu, T, N, HV, SEGMENT, V, PACKED, MODE, PARTS
+    )
+    column = i_v * (PARTS * BV)
+    p_out = p_o + batch * o_b + start * o_t + i_h * o_h
+    # The slot of an empty sequence may be another's: the last entries of boundaries are repeated for padding.
+    is_stored = is_stored & (length > 0)
+    slot_S = n
+    is_known = True
+    if HAS_KNOWN:
+        is_known = gl.load(p_known + n * known_n).to(gl.int1)
+    if HAS_INDEX:
+        slot_S = gl.load(p_index + n * index_n).to(gl.int64)
+        valid = exists(slot_S, states, pad)
+        cleared = gl.where(valid, 0, length)
+        if MODE == MAP:
+            cleared = gl.where(is_first, cleared, 0)
+        _clear(p_out + column, o_t.to(gl.int64), cleared, PARTS * BV)
+        length = gl.where(valid, length, 0)
+        is_known = is_known & valid
+        is_stored = is_stored & valid
     s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free = allocate(
         d_tile, d_square, d_decay, d_v, K, STAGES, PARTS
     )
-    column = i_v * (PARTS * BV)
+    row = (batch * T + start).to(gl.int32)
+    slot = slot.to(gl.int32)
     i_qk = i_h // GROUP
+    p_map = p_maps + at * (K * K)
     p_places = p_kept + i_h.to(gl.int64) * kept_h
     raw = (q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h)
     S0_strides = (S0_n, S0_h, S0_v, S0_k)
     S_strides = (S_n, S_h, S_v, S_k)
-    o_strides = (o_b, o_t, o_h)
     # Compile-time values keep their nature only in a tuple written out in the call.
     if PARTS == 1:
         gl.warp_specialize([
-            (_walk_all, (
-                p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_S0, p_S, p_maps, p_o, p_index, p_known,
-                p_offset, p_ends, p_target, p_places, raw, S0_strides, S_strides, o_strides, index_n, known_n, offset_n,
-                ends_n, target_n, kept_n, kept_v, kept_k, n, end, number, i_h, i_qk, is_first, is_map, T, HV, SEGMENT,
-                column, scale, lower_bound, states, entries, places, pad,
+            (_walk, (
+                p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_map, p_out, p_offset, p_ends, p_target,
+                p_places, raw, S0_strides, S_strides, o_t, offset_n, ends_n, target_n, kept_n, kept_v, kept_k,
+                batch, start, length, n, slot_S, i_h, i_qk, offset, whole, is_known, is_first, is_map, is_mapped,
+                is_stored, column, scale, lower_bound, entries, places, pad,
                 s_kq, s_end, s_square, s_decay, s_v, s_o.index(0), bar_ready, bar_free, K, GATE, HAS_A_LOG,
-                HAS_DT_BIAS, NEG_EIGVAL, PACKED, STORE_S, HAS_INDEX, HAS_KNOWN, CHECKPOINTS, HAS_TARGET, MODE, STAGES,
-                PARTS, 0,
+                HAS_DT_BIAS, NEG_EIGVAL, STORE_S, CHECKPOINTS, HAS_TARGET, MODE, STAGES, PARTS, 0,
             )),
-            (_load, (
-                d_tile, d_square, d_decay, d_v, p_cu, p_index, index_n, states, pad, n, end, number, i_h, is_first,
-                is_map, T, HV, SEGMENT, i_h * V + column, s_kq, s_end, s_square, s_decay, s_v, bar_ready, bar_free,
-                PACKED, HAS_INDEX, MODE, STAGES, PARTS,
+            (load_chunks, (
+                d_tile, d_square, d_decay, d_v, slot, row, length, HV, i_h, i_h * V + column, is_first, is_map,
+                s_kq, s_end, s_square, s_decay, s_v, bar_ready, bar_free, MODE, STAGES, PARTS,
             )),
         ], [1], [24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_walk_all, (
-                p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_S0, p_S, p_maps, p_o, p_index, p_known,
-                p_offset, p_ends, p_target, p_places, raw, S0_strides, S_strides, o_strides, index_n, known_n, offset_n,
-                ends_n, target_n, kept_n, kept_v, kept_k, n, end, number, i_h, i_qk, is_first, is_map, T, HV, SEGMENT,
-                column, scale, lower_bound, states, entries, places, pad,
+            (_walk, (
+                p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_map, p_out, p_offset, p_ends, p_target,
+                p_places, raw, S0_strides, S_strides, o_t, offset_n, ends_n, target_n, kept_n, kept_v, kept_k,
+                batch, start, length, n, slot_S, i_h, i_qk, offset, whole, is_known, is_first, is_map, is_mapped,
+                is_stored, column, scale, lower_bound, entries, places, pad,
                 s_kq, s_end, s_square, s_decay, s_v, s_o.index(0), bar_ready, bar_free, K, GATE, HAS_A_LOG,
-                HAS_DT_BIAS, NEG_EIGVAL, PACKED, STORE_S, HAS_INDEX, HAS_KNOWN, CHECKPOINTS, HAS_TARGET, MODE, STAGES,
-                PARTS, 0,
+                HAS_DT_BIAS, NEG_EIGVAL, STORE_S, CHECKPOINTS, HAS_TARGET, MODE, STAGES, PARTS, 0,
             )),
-            (_walk_all, (
-                p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_S0, p_S, p_maps, p_o, p_index, p_known,
-                p_offset, p_ends, p_target, p_places, raw, S0_strides, S_strides, o_strides, index_n, known_n, offset_n,
-                ends_n, target_n, kept_n, kept_v, kept_k, n, end, number, i_h, i_qk, is_first, is_map, T, HV, SEGMENT,
-                column, scale, lower_bound, states, entries, places, pad,
+            (_walk, (
+                p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_map, p_out, p_offset, p_ends, p_target,
+                p_places, raw, S0_strides, S_strides, o_t, offset_n, ends_n, target_n, kept_n, kept_v, kept_k,
+                batch, start, length, n, slot_S, i_h, i_qk, offset, whole, is_known, is_first, is_map, is_mapped,
+                is_stored, column, scale, lower_bound, entries, places, pad,
                 s_kq, s_end, s_square, s_decay, s_v, s_o.index(1), bar_ready, bar_free, K, GATE, HAS_A_LOG,
-                HAS_DT_BIAS, NEG_EIGVAL, PACKED, STORE_S, HAS_INDEX, HAS_KNOWN, CHECKPOINTS, HAS_TARGET, MODE, STAGES,
-                PARTS, 1,
+                HAS_DT_BIAS, NEG_EIGVAL, STORE_S, CHECKPOINTS, HAS_TARGET, MODE, STAGES, PARTS, 1,
             )),
-            (_load, (
-                d_tile, d_square, d_decay, d_v, p_cu, p_index, index_n, states, pad, n, end, number, i_h, is_first,
-                is_map, T, HV, SEGMENT, i_h * V + column, s_kq, s_end, s_square, s_decay, s_v, bar_ready, bar_free,
-                PACKED, HAS_INDEX, MODE, STAGES, PARTS,
+            (load_chunks, (
+                d_tile, d_square, d_decay, d_v, slot, row, length, HV, i_h, i_h * V + column, is_first, is_map,
+                s_kq, s_end, s_square, s_decay, s_v, bar_ready, bar_free, MODE, STAGES, PARTS,
             )),
         ], [4, 1], [240, 24])  # fmt: skip

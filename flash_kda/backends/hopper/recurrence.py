@@ -29,19 +29,23 @@ OUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 WHOLE, MAP, APPLY = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 # What there is for each later segment: the state before it, B and A.
 MAPS = gl.constexpr(config.MAPS)
+# Walks for each later segment in MAP: the first segment before it, B and A.
+ROLES = gl.constexpr(config.ROLES)
 FIRST, LATER = gl.constexpr(config.FIRST), gl.constexpr(config.LATER)
 
 
 @gluon.jit
 def load_chunks(
     d_tile, d_square, d_decay, d_v, slot, row, length, HV, i_h, column, is_first, is_map,
-    s_kq, s_end, s_square, s_decay, s_v, bar_ready, bar_free, stage, phase,
+    s_kq, s_end, s_square, s_decay, s_v, bar_ready, bar_free,
     MODE: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Copy every chunk of a walk as soon as its stage is free; the stage and phase after them.
+    """Copy every chunk of a walk as soon as its stage is free.
 
-    What a segment does to a state needs none of what makes outputs, and A no v.
+    What a segment does to a state needs nothing that makes outputs, and A no v.
     """
+    stage = 0
+    phase = 0
     chunk = slot * HV + i_h
     has_output = is_first if MODE == MAP else True
     ALWAYS: gl.constexpr = 2 * d_tile.block_type.nbytes + d_square.block_type.nbytes + d_decay.block_type.nbytes
@@ -76,7 +80,6 @@ def load_chunks(
         if stage == STAGES:
             stage = 0
             phase ^= 1
-    return stage, phase
 
 
 @gluon.jit
@@ -148,9 +151,10 @@ def walk_by_token(
 
 @gluon.jit
 def step_chunk(
-    S, first, length, stage, phase, p_out, step, is_map, zero, o_token, o_row,
+    S, first, length, stage, phase, p_out, step, zero, o_token, o_row,
     s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free,
-    K: gl.constexpr, MODE: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr,
+    K: gl.constexpr, MODE: gl.constexpr, IS_A: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
+    PART: gl.constexpr,
 ):  # fmt: skip
     """The state after the chunk that begins with token ``first``, whose output is stored; the next stage and phase."""
     STATE: gl.constexpr = S.type.layout
@@ -164,11 +168,11 @@ def step_chunk(
     if MODE != MAP:
         Q_S = warpgroup_mma(b_S, kq.slice(C, C).permute((1, 0)), zero, use_acc=False, is_async=True)
     v = zero
-    if is_map == 0:
+    if not IS_A:
         v = s_v.index(stage * PARTS + PART).permute((1, 0)).load(TOKENS).to(gl.float32)
-    if first + C > length:
-        # The rows past the end are another sequence's.
-        v = gl.where(first + o_token < length, v, 0.0)
+        if first + C > length:
+            # The rows past the end are another sequence's.
+            v = gl.where(first + o_token < length, v, 0.0)
     decay = gl.expand_dims(s_decay.index(stage).reshape((K,)).load(gl.SliceLayout(0, STATE)), 0)
     K_S = warpgroup_mma_wait(0 if MODE == MAP else 1, deps=(K_S,))
     # The tile holds minus K_plus.
@@ -206,68 +210,71 @@ def step_chunks(
     s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free,
     K: gl.constexpr, MODE: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
-    """:func:`step_chunk` for the chunks that begin with tokens from ``begin`` to before ``end``."""
+    """:func:`step_chunk` for the chunks that begin with tokens from ``begin`` to before ``end``.
+
+    What a walk is, is known to the compiler in its loop: a branch in there would have the products wait.
+    """
     if MODE == MAP and is_first:
         for first in range(begin, end, C):
             S, stage, phase = step_chunk(
-                S, first, length, stage, phase, p_out, step, is_map, zero, o_token, o_row,
-                s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free, K, WHOLE, STAGES, PARTS, PART,
+                S, first, length, stage, phase, p_out, step, zero, o_token, o_row,
+                s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free, K, WHOLE, False, STAGES, PARTS, PART,
+            )  # fmt: skip
+    elif MODE == MAP and is_map:
+        for first in range(begin, end, C):
+            S, stage, phase = step_chunk(
+                S, first, length, stage, phase, p_out, step, zero, o_token, o_row,
+                s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free, K, MODE, True, STAGES, PARTS, PART,
             )  # fmt: skip
     else:
         for first in range(begin, end, C):
             S, stage, phase = step_chunk(
-                S, first, length, stage, phase, p_out, step, is_map, zero, o_token, o_row,
-                s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free, K, MODE, STAGES, PARTS, PART,
+                S, first, length, stage, phase, p_out, step, zero, o_token, o_row,
+                s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free, K, MODE, False, STAGES, PARTS, PART,
             )  # fmt: skip
     return S, stage, phase
 
 
 @gluon.jit
-def program_of(
-    p_cu, T, N, HV, WINDOW, SEGMENT, V: gl.constexpr, PACKED: gl.constexpr, MODE: gl.constexpr, PARTS: gl.constexpr,
+def _walk(
+    p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_map, p_o, raw_strides, S0_strides, S_strides, o_t,
+    batch, start, length, n, i_h, i_qk, is_first, is_map, is_mapped, is_stored, column, scale, lower_bound,
+    s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free,
+    K: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
+    NEG_EIGVAL: gl.constexpr, HAS_S0: gl.constexpr, STORE_S: gl.constexpr, MODE: gl.constexpr, STAGES: gl.constexpr,
+    PARTS: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
-    """What a program walks along: one sequence after another of one head, from where they begin; or a later segment.
-
-    A program of WHOLE has the sequences that begin within a window of WINDOW tokens. Programs of MAP are these, with
-    the first segments alone, and then B and A of the later segments, whose numbers are those of ``scan_segments``.
-
-    Returns:
-        Its head and part of V, its first sequence and the one after its last, the later segment's number, whether it
-        has first segments, and whether it is an A.
-    """
-    SPLITS: gl.constexpr = V // (PARTS * BV)
-    pid = gl.program_id(0)
-    i_v = pid % SPLITS
-    rest = pid // SPLITS
-    is_first = MODE != APPLY
-    is_map = False
-    if MODE == MAP:
-        windows = (T // WINDOW + 1 if PACKED else (N * T + WINDOW - 1) // WINDOW) * HV
-        is_first = rest < windows
-        rest = gl.where(is_first, rest, rest - windows)
-        is_map = (is_first == 0) & (rest % 2 == 1)
-        rest = gl.where(is_first, rest, rest // 2)
-    i_h = rest % HV
-    number = (rest // HV).to(gl.int64)
-    n = number
-    end = number
-    if MODE != APPLY:
-        # Sequences that begin before the window, and before its end.
-        before = number * WINDOW
-        if PACKED:
-            n = sequence_of_slot(p_cu, gl.maximum(before - 1, 0), N, 1, gl.num_warps(), False) + 1
-            n = gl.where(before == 0, 0, n)
-            end = sequence_of_slot(p_cu, before + WINDOW - 1, N, 1, gl.num_warps(), False) + 1
-        else:
-            n = (before + T - 1) // T
-            end = gl.minimum((before + WINDOW + T - 1) // T, N)
-    if MODE != WHOLE:
-        later = number // gl.maximum((T + SEGMENT - 1) // SEGMENT - 1, 1)
-        if PACKED:
-            later = sequence_of_slot(p_cu, number, N, SEGMENT, gl.num_warps(), False)
-        n = gl.where(is_first, n, later)
-        end = gl.where(is_first, end, later + 1)
-    return i_h, i_v, n, end, number, is_first, is_map
+    """The state of 64 columns of V from the first token to the last."""
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    TOKENS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    o_v = column + PART * BV + gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(1, STATE)), 1)
+    o_k = gl.expand_dims(gl.arange(0, K, gl.SliceLayout(0, STATE)), 0)
+    S = state_before(p_S0, S0_strides, p_map, n, i_h, is_first, is_map, o_v, o_k, True, STATE, HAS_S0, MODE)
+    zero = gl.zeros([BV, C], gl.float32, TOKENS)
+    o_token = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, TOKENS)), 0)
+    o_row = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, OUT)), 1)
+    p_out = p_o + column + PART * BV + gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(0, OUT)), 0) + o_row * o_t
+    step = o_t.to(gl.int64)
+    start_of_ring = gl.to_tensor(0)
+    S, _, _ = step_chunks(
+        S, 0, length, length, start_of_ring, start_of_ring, p_out, step, is_first, is_map, zero, o_token, o_row,
+        s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free, K, MODE, STAGES, PARTS, PART,
+    )  # fmt: skip
+    # 0 * x is not 0 for a NaN or inf, which a product of matrices has then also carried to earlier rows.
+    broken = gl.where(S * 0.0 == 0.0, 0, 1)
+    if gl.max(gl.max(broken, 1), 0) > 0:
+        S = state_before(p_S0, S0_strides, p_map, n, i_h, is_first, is_map, o_v, o_k, True, STATE, HAS_S0, MODE)
+        S = walk_by_token(
+            S, p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_o, raw_strides, o_t, batch, start, length, i_h, i_qk,
+            is_map, is_first if MODE == MAP else True, column + PART * BV, scale, lower_bound, K, GATE, HAS_A_LOG,
+            HAS_DT_BIAS, NEG_EIGVAL, MODE,
+        )  # fmt: skip
+    if MODE == MAP and is_mapped:
+        gl.store(p_map + o_v * K + o_k, S)
+    if STORE_S:
+        S_n, S_h, S_v, S_k = S_strides
+        p_last = p_S + n * S_n + i_h * S_h + o_v * S_v + o_k * S_k
+        gl.store(p_last, S.to(p_S.dtype.element_ty), mask=is_stored & (o_v >= 0))
 
 
 @gluon.jit
@@ -285,20 +292,53 @@ def _segments_of(length, SEGMENT):
 
 
 @gluon.jit
-def place(p_cu, n, number, i_h, is_first, is_map, T, HV, SEGMENT, PACKED: gl.constexpr, MODE: gl.constexpr):
-    """A sequence of a program, or the part of it that is walked along.
+def place(
+    p_cu, T, N, HV, SEGMENT, V: gl.constexpr, PACKED: gl.constexpr, MODE: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """What a program walks along.
+
+    Later segments have the numbers of ``scan_segments``. Programs of MAP are the sequences' first segments at the
+    numbers of their second ones, B and A of the later ones, and then the sequences that are not cut, if PACKED: these
+    may be many, and the others take long.
 
     Returns:
-        Where among the maps its own is; batch row, first slot, first token and count of tokens; the token of its
-        sequence that it begins with and the sequence's length; whether it stores a map, and a final state.
+        Its head, part of V and sequence; where among the maps its own is; batch row, first slot, first token and count
+        of tokens; the token of its sequence that it begins with and the sequence's length; whether it begins the
+        sequence, whether it is a segment's A, and whether it stores a map, and a final state.
     """
+    pid = gl.program_id(0)
+    SPLITS: gl.constexpr = V // (PARTS * BV)
+    i_v = pid % SPLITS
+    rest = pid // SPLITS
+    is_first = MODE != APPLY
+    is_map = False
+    is_whole = False
+    if MODE == MAP:
+        later = (T - 1) // SEGMENT
+        if not PACKED:
+            later *= N
+        role = rest // (later * HV)
+        is_whole = role >= ROLES
+        is_first = (role == 0) | is_whole
+        is_map = role == 2
+        rest -= gl.minimum(role, ROLES) * (later * HV)
+    i_h = rest % HV
+    number = (rest // HV).to(gl.int64)
+    n = number
+    if MODE != WHOLE:
+        # Of later segments.
+        per_row = gl.maximum((T + SEGMENT - 1) // SEGMENT - 1, 1)
+        n = number // per_row
+        if PACKED:
+            n = sequence_of_slot(p_cu, number, N, SEGMENT, gl.num_warps(), False)
+        n = gl.where(is_whole, number, n)
     if PACKED:
         start = gl.load(p_cu + n).to(gl.int64)
         whole = (gl.load(p_cu + n + 1) - start).to(gl.int32)
         batch = n * 0
         slot = first_slot(start, n, C)
     else:
-        start = n * 0
+        start = gl.to_tensor(0).to(gl.int64)
         whole = T
         batch = n
         slot = n * ((T + C - 1) // C)
@@ -310,11 +350,12 @@ def place(p_cu, n, number, i_h, is_first, is_map, T, HV, SEGMENT, PACKED: gl.con
     if MODE != WHOLE:
         count, first, later = _segments_of(whole, SEGMENT)
         # The number of the sequence's second segment, before which the first one leaves its state.
-        second = start // SEGMENT
-        if not PACKED:
-            second = n * (count - 1)
+        second = n * per_row
+        if PACKED:
+            second = start // SEGMENT
         i_later = (number - second).to(gl.int32)
-        is_there = is_first | (i_later < count - 1)
+        is_there = (i_later < count - 1) & ((i_later == 0) | (is_first == 0))
+        is_there = gl.where(is_whole, count == 1, is_there)
         offset = gl.where(is_first, 0, first + i_later * later)
         size = gl.where(is_first, first, later)
         is_last = offset + size >= whole
@@ -323,85 +364,13 @@ def place(p_cu, n, number, i_h, is_first, is_map, T, HV, SEGMENT, PACKED: gl.con
         at = gl.where(is_first, second, number) * (HV * MAPS) + i_h * MAPS
         if MODE == MAP:
             # Nothing follows a last segment.
-            length = gl.where(is_first | (is_last == 0), length, 0)
+            length = gl.where(is_whole | (is_last == 0), length, 0)
             is_mapped = is_there & (is_last == 0)
             is_stored = is_stored & is_first
             at += gl.where(is_first, 0, gl.where(is_map, 2, 1))
         slot += offset // C
         start += offset
-    return at, batch, slot, start, length, offset, whole, is_mapped, is_stored
-
-
-@gluon.jit
-def _load(
-    d_tile, d_square, d_decay, d_v, p_cu, n, end, number, i_h, is_first, is_map, T, HV, SEGMENT, column,
-    s_kq, s_end, s_square, s_decay, s_v, bar_ready, bar_free,
-    PACKED: gl.constexpr, MODE: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
-):  # fmt: skip
-    """Copies for all walks of a program."""
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    while n < end:
-        _, batch, slot, start, length, _, _, _, _ = place(
-            p_cu, n, number, i_h, is_first, is_map, T, HV, SEGMENT, PACKED, MODE
-        )
-        stage, phase = load_chunks(
-            d_tile, d_square, d_decay, d_v, slot.to(gl.int32), (batch * T + start).to(gl.int32), length, HV, i_h,
-            column, is_first, is_map, s_kq, s_end, s_square, s_decay, s_v, bar_ready, bar_free, stage, phase,
-            MODE, STAGES, PARTS,
-        )  # fmt: skip
-        n += 1
-
-
-@gluon.jit
-def _walk(
-    p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_S0, p_S, p_maps, p_o, raw_strides, S0_strides, S_strides,
-    o_strides, n, end, number, i_h, i_qk, is_first, is_map, T, HV, SEGMENT, column, scale, lower_bound,
-    s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free,
-    K: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
-    NEG_EIGVAL: gl.constexpr, PACKED: gl.constexpr, HAS_S0: gl.constexpr, STORE_S: gl.constexpr, MODE: gl.constexpr,
-    STAGES: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr,
-):  # fmt: skip
-    """The states of 64 columns of V from the first token to the last of every walk of a program."""
-    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
-    TOKENS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    o_b, o_t, o_h = o_strides
-    o_v = column + PART * BV + gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(1, STATE)), 1)
-    o_k = gl.expand_dims(gl.arange(0, K, gl.SliceLayout(0, STATE)), 0)
-    zero = gl.zeros([BV, C], gl.float32, TOKENS)
-    o_token = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, TOKENS)), 0)
-    o_row = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, OUT)), 1)
-    o_out = column + PART * BV + gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(0, OUT)), 0) + o_row * o_t
-    step = o_t.to(gl.int64)
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    while n < end:
-        at, batch, _, start, length, _, _, is_mapped, is_stored = place(
-            p_cu, n, number, i_h, is_first, is_map, T, HV, SEGMENT, PACKED, MODE
-        )
-        p_map = p_maps + at * (K * K)
-        p_rows = p_o + batch * o_b + start * o_t + i_h * o_h
-        S = state_before(p_S0, S0_strides, p_map, n, i_h, is_first, is_map, o_v, o_k, True, STATE, HAS_S0, MODE)
-        S, stage, phase = step_chunks(
-            S, 0, length, length, stage, phase, p_rows + o_out, step, is_first, is_map, zero, o_token, o_row,
-            s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free, K, MODE, STAGES, PARTS, PART,
-        )  # fmt: skip
-        # 0 * x is not 0 for a NaN or inf, which a product of matrices has then also carried to earlier rows.
-        broken = gl.where(S * 0.0 == 0.0, 0, 1)
-        if gl.max(gl.max(broken, 1), 0) > 0:
-            S = state_before(p_S0, S0_strides, p_map, n, i_h, is_first, is_map, o_v, o_k, True, STATE, HAS_S0, MODE)
-            S = walk_by_token(
-                S, p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_rows, raw_strides, o_t, batch, start, length, i_h,
-                i_qk, is_map, is_first if MODE == MAP else True, column + PART * BV, scale, lower_bound, K, GATE,
-                HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, MODE,
-            )  # fmt: skip
-        if MODE == MAP and is_mapped:
-            gl.store(p_map + o_v * K + o_k, S)
-        if STORE_S:
-            S_n, S_h, S_v, S_k = S_strides
-            p_last = p_S + n * S_n + i_h * S_h + o_v * S_v + o_k * S_k
-            gl.store(p_last, S.to(p_S.dtype.element_ty), mask=is_stored & (o_v >= 0))
-        n += 1
+    return i_h, i_v, n, at, batch, slot, start, length, offset, whole, is_first, is_map, is_mapped, is_stored
 
 
 @gluon.jit
@@ -422,17 +391,17 @@ def allocate(d_tile, d_square, d_decay, d_v, K: gl.constexpr, STAGES: gl.constex
     return s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free
 
 
-@gluon.jit(do_not_specialize=["T", "N", "HV", "GROUP", "scale", "lower_bound", "WINDOW", "SEGMENT"])
+@gluon.jit(do_not_specialize=["T", "N", "HV", "GROUP", "scale", "lower_bound", "SEGMENT"])
 def walk(
     d_tile, d_square, d_decay, d_v, p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_S0, p_S, p_maps, p_o,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
     S0_n, S0_h, S0_v, S0_k, S_n, S_h, S_v, S_k, o_b, o_t, o_h,
-    T, N, HV, GROUP, scale, lower_bound, WINDOW, SEGMENT,
+    T, N, HV, GROUP, scale, lower_bound, SEGMENT,
     K: gl.constexpr, V: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
     NEG_EIGVAL: gl.constexpr, PACKED: gl.constexpr, HAS_S0: gl.constexpr, STORE_S: gl.constexpr,
     MODE: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """One (window of sequences or later segment, value head, PARTS x 64 columns of V).
+    """One (sequence or segment, value head, PARTS x 64 columns of V).
 
     A segment takes a state S before it to ``S A + B``, states transposed as here. Where sequences are cut, a launch
     with MODE = MAP walks along first segments, and finds A and B of every later one: B by a walk from zeros, A by a
@@ -443,51 +412,55 @@ def walk(
         d_tile: descriptor of the tiles, blocks ``[C, K]``; d_square: of the squares, blocks ``[C, 2 C]``; d_decay:
             ``[slots * HV, K]``, blocks ``[1, K]``; d_v: ``[B * T, HV * V]``, blocks ``[C, BV]``.
         p_maps: ``[later segments, HV, 3, K, K]`` float32: the state before each, B and A; V = K.
-        WINDOW: a program has the sequences that begin within so many tokens; a multiple of T if not PACKED.
         SEGMENT: tokens of a segment at most, a multiple of C.
         The raw inputs are read only if the state is not finite at the end.
         The others: see ``flash_kda.backends.triton.recurrence.recurrence``.
     """
-    i_h, i_v, n, end, number, is_first, is_map = program_of(p_cu, T, N, HV, WINDOW, SEGMENT, V, PACKED, MODE, PARTS)
+    i_h, i_v, n, at, batch, slot, start, length, _, _, is_first, is_map, is_mapped, is_stored = place(
+        p_cu, T, N, HV, SEGMENT, V, PACKED, MODE, PARTS
+    )
     s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free = allocate(
         d_tile, d_square, d_decay, d_v, K, STAGES, PARTS
     )
+    row = (batch * T + start).to(gl.int32)
+    slot = slot.to(gl.int32)
     column = i_v * (PARTS * BV)
     i_qk = i_h // GROUP
+    p_out = p_o + batch * o_b + start * o_t + i_h * o_h
+    p_map = p_maps + at * (K * K)
     raw = (q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h)
     S0_strides = (S0_n, S0_h, S0_v, S0_k)
     S_strides = (S_n, S_h, S_v, S_k)
-    o_strides = (o_b, o_t, o_h)
     # Compile-time values keep their nature only in a tuple written out in the call.
     if PARTS == 1:
         gl.warp_specialize([
             (_walk, (
-                p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_S0, p_S, p_maps, p_o, raw, S0_strides,
-                S_strides, o_strides, n, end, number, i_h, i_qk, is_first, is_map, T, HV, SEGMENT, column, scale,
+                p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_map, p_out, raw, S0_strides, S_strides,
+                o_t, batch, start, length, n, i_h, i_qk, is_first, is_map, is_mapped, is_stored, column, scale,
                 lower_bound, s_kq, s_end, s_square, s_decay, s_v, s_o.index(0), bar_ready, bar_free,
-                K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, PACKED, HAS_S0, STORE_S, MODE, STAGES, PARTS, 0,
+                K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, HAS_S0, STORE_S, MODE, STAGES, PARTS, 0,
             )),
-            (_load, (
-                d_tile, d_square, d_decay, d_v, p_cu, n, end, number, i_h, is_first, is_map, T, HV, SEGMENT,
-                i_h * V + column, s_kq, s_end, s_square, s_decay, s_v, bar_ready, bar_free, PACKED, MODE, STAGES, PARTS,
+            (load_chunks, (
+                d_tile, d_square, d_decay, d_v, slot, row, length, HV, i_h, i_h * V + column, is_first, is_map,
+                s_kq, s_end, s_square, s_decay, s_v, bar_ready, bar_free, MODE, STAGES, PARTS,
             )),
         ], [1], [24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_walk, (
-                p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_S0, p_S, p_maps, p_o, raw, S0_strides,
-                S_strides, o_strides, n, end, number, i_h, i_qk, is_first, is_map, T, HV, SEGMENT, column, scale,
+                p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_map, p_out, raw, S0_strides, S_strides,
+                o_t, batch, start, length, n, i_h, i_qk, is_first, is_map, is_mapped, is_stored, column, scale,
                 lower_bound, s_kq, s_end, s_square, s_decay, s_v, s_o.index(0), bar_ready, bar_free,
-                K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, PACKED, HAS_S0, STORE_S, MODE, STAGES, PARTS, 0,
+                K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, HAS_S0, STORE_S, MODE, STAGES, PARTS, 0,
             )),
             (_walk, (
-                p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_S0, p_S, p_maps, p_o, raw, S0_strides,
-                S_strides, o_strides, n, end, number, i_h, i_qk, is_first, is_map, T, HV, SEGMENT, column, scale,
+                p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_S0, p_S, p_map, p_out, raw, S0_strides, S_strides,
+                o_t, batch, start, length, n, i_h, i_qk, is_first, is_map, is_mapped, is_stored, column, scale,
                 lower_bound, s_kq, s_end, s_square, s_decay, s_v, s_o.index(1), bar_ready, bar_free,
-                K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, PACKED, HAS_S0, STORE_S, MODE, STAGES, PARTS, 1,
+                K, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, HAS_S0, STORE_S, MODE, STAGES, PARTS, 1,
             )),
-            (_load, (
-                d_tile, d_square, d_decay, d_v, p_cu, n, end, number, i_h, is_first, is_map, T, HV, SEGMENT,
-                i_h * V + column, s_kq, s_end, s_square, s_decay, s_v, bar_ready, bar_free, PACKED, MODE, STAGES, PARTS,
+            (load_chunks, (
+                d_tile, d_square, d_decay, d_v, slot, row, length, HV, i_h, i_h * V + column, is_first, is_map,
+                s_kq, s_end, s_square, s_decay, s_v, bar_ready, bar_free, MODE, STAGES, PARTS,
             )),
         ], [4, 1], [240, 24])  # fmt: skip
