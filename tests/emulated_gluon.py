@@ -140,6 +140,7 @@ LANGUAGE = SimpleNamespace(
     min=_least_or_most(largest=False),
     max=_least_or_most(largest=True),
     sum=lambda x, dim: x.sum(dim, dtype=x.dtype),
+    cumsum=lambda x, dim: x.cumsum(dim, dtype=x.dtype),
     reduce=_reduce,
     join=lambda x, y: torch.stack((x, y), -1),
     split=lambda x: x.unbind(-1),

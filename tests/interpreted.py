@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from cases import Call, Case, heads_first, inputs_of, oracle, spans_of
 from compare import assert_outputs, assert_same_bits, assert_states
 from compiling import H200
+from cutting import cuts_of
 from interpreting import main
 from torch import Tensor
 
@@ -233,26 +235,44 @@ def in_parts(case: Case) -> None:
     assert_same_bits(final, state, "state")
 
 
+def cuts(dtype: torch.dtype) -> None:
+    """How packed sequences are cut: into segments as short as there is room for."""
+    from flash_kda.backends.triton.segments import cut_sequences
+
+    rng = random.Random(0)
+    for later, least in itertools.product((1, 3, 8, 33), (32, 96, 512)):
+        kinds = ([0, 1, 31, 32, 33, 500], [1000, 1024, 1025, 4000], [0, 1, 100, 5000])
+        lengths = [rng.choice(rng.choice(kinds)) for _ in range(rng.choice([1, 2, 7, 8, 9, 30]))]
+        T = sum(lengths) + 1
+        segment = -(-T // later // 32) * 32
+        cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype)
+        found = torch.full((1 + 2 * later,), -7, dtype=torch.int32)
+        numbers = 1 << (later - 1).bit_length()
+        cut_sequences[(1,)](
+            cu, found, len(lengths), segment, later, C=32, LEAST_SEGMENT=least, BLOCK=8, NUMBERS=numbers
+        )
+        assert found.tolist() == cuts_of(lengths, segment, later, least), (lengths, later, least)
+
+
 def segments(lengths: tuple[int, ...] | None) -> None:
-    """The states before the later segments of cut sequences; where packed some numbers are nobody's, and untouched."""
+    """The states before the later segments of cut sequences; where packed the last numbers are nobody's."""
     from flash_kda.backends.triton.segments import scan_segments
 
     T, N, HV, K, tokens = 500, 3, 2, 16, 64
     rng = torch.Generator().manual_seed(0)
-    ends = [0, *itertools.accumulate(lengths)] if lengths else None
     counts = [max(0, -(-length // tokens) - 1) for length in lengths or (T,) * N]
-    second = [ends[n] // tokens if ends else n * counts[n] for n in range(N)]
-    maps = torch.randn(second[-1] + counts[-1] + 1, HV, 3, K, K, generator=rng) * 0.3
+    later = sum(counts) + (2 if lengths else 0)
+    maps = torch.randn(later, HV, 3, K, K, generator=rng) * 0.3
     want = maps.double()
-    for start, count in zip(second, counts, strict=True):
-        for number in range(start, start + count - 1):
+    for end, count in zip(itertools.accumulate(counts), counts, strict=True):
+        for number in range(end - count, end - 1):
             S, B, A = want[number].unbind(1)
             want[number + 1, :, 0] = S @ A + B
-    cu = torch.tensor(ends or [0], dtype=torch.int32)
-    constants = {"K": K, "SCAN_BV": 16, "MAPS": 3, "PACKED": lengths is not None, "SEARCH": 2}
-    scan_segments[((len(maps) if lengths else N) * HV,)](maps, cu, T, N, HV, tokens, **constants)
-    # 2^-20 of a term in each of up to six steps.
-    assert torch.allclose(maps.double(), want, rtol=1e-5, atol=2e-5), (maps.double() - want).abs().max()
+    cu = torch.tensor([0, *itertools.accumulate(lengths or [])], dtype=torch.int32)
+    table = torch.tensor(cuts_of(lengths, tokens, later, tokens) if lengths else [0], dtype=torch.int32)
+    constants = {"K": K, "SCAN_BV": 16, "MAPS": 3, "PACKED": lengths is not None}
+    scan_segments[((later if lengths else N) * HV,)](maps, cu, table, T, N, HV, tokens, later, **constants)
+    assert torch.allclose(maps.double(), want, rtol=1e-5, atol=1e-6), (maps.double() - want).abs().max()
 
 
 _PLAIN = (
@@ -314,6 +334,8 @@ CASES: dict[str, Callable[[], None]] = {
     "in parts of the heads": partial(in_parts, Case(lengths=(30, 0, 41), tail=3, H=3, HV=6, dt_bias="flat")),
     "segments": partial(segments, None),
     "segments, packed": partial(segments, (300, 0, 65)),
+    "cuts": partial(cuts, torch.int32),
+    "cuts, long": partial(cuts, torch.int64),
     **{
         f"spoilt {name} {gate} {value}": partial(spoilt, name, gate, value)
         for name, gate, value in (

@@ -231,6 +231,9 @@ def configured(run: Run) -> Iterator[None]:
                     patch(mock.patch.object(module, "device_facts", seen))
         if run.cut:
             patch(mock.patch.multiple(config, LEAST_TOKENS=96, LEAST_AVERAGE=0))
+            from flash_kda.backends.hopper import forward
+
+            patch(mock.patch.object(forward, "LEAST_SEGMENT", 32))
         yield
 
 

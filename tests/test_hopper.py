@@ -216,7 +216,7 @@ BUILDS = {
     "cut": (Problem(T=8192, H=8), [("prepare_warp", 0), ("walk", 0), ("scan_segments", 0), ("walk", 0)]),
     "cut-packed": (
         Problem(T=8192, H=8, N=2, packed=True),
-        [("prepare_warp", 16), ("walk", 0), ("scan_segments", 0), ("walk", 0)],
+        [("prepare_warp", 16), ("cut_sequences", 0), ("walk", 0), ("scan_segments", 0), ("walk", 0)],
     ),
 }
 
@@ -356,6 +356,7 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
     monkeypatch.setattr(hopper_config, "LEAST_TOKENS", 96 if request.param else math.inf)
     monkeypatch.setattr(hopper_config, "LEAST_AVERAGE", 0)
+    monkeypatch.setattr(forward, "LEAST_SEGMENT", 32)
     for cache in (configure, forward.plan):
         cache.cache_clear()
     yield request.param

@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases import Case, oracle, parameters
 from compare import assert_outputs, assert_states
+from cutting import cuts_of
 from prefilling import PrefillCase, assert_prefilled, on_cpu
 
 from flash_kda.backends.hopper.config import HopperConfig
@@ -50,6 +51,14 @@ POOLED = (
     PrefillCase(PACKED.but(layout="kv"), checkpoints="placed", every=48),
     PrefillCase(case(B=2, T=100), index=False, checkpoints="none"),
 )
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed sequences are cut into segments of a chunk, where there is room for so many."""
+    from flash_kda.backends.hopper import forward
+
+    monkeypatch.setattr(forward, "LEAST_SEGMENT", 32)
 
 
 def check(some: Case, config: HopperConfig, *, last_first: bool = True) -> None:
@@ -109,17 +118,18 @@ def walked(lengths: tuple[int, ...], T: int, segment: int, *, packed: bool) -> d
     import emulated_hardware
 
     from flash_kda.backends.hopper import recurrence
-    from flash_kda.backends.hopper.config import BV, MAPS, ROLES, later_segments
+    from flash_kda.backends.hopper.config import BV, MAPS, later_segments
     from flash_kda.types import Problem
 
     N = len(lengths)
     p = Problem(B=1 if packed else N, T=T, H=HEADS, N=N if packed else None, packed=packed)
     later, splits = later_segments(p, segment), p.V // BV
     cu = torch.tensor([0, *itertools.accumulate(lengths)])
+    cuts = torch.tensor(cuts_of(lengths, segment, later, 32), dtype=torch.int32)
     found: dict[str, list[Walk]] = {}
     launches = (
         ("WHOLE", recurrence.WHOLE, 1, N * splits),
-        ("MAP", recurrence.MAP, splits, ROLES * later + (N if packed else 0)),
+        ("MAP", recurrence.MAP, splits, 3 * later + (N if packed else 0)),
         ("APPLY", recurrence.APPLY, 1, later * splits),
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -128,10 +138,10 @@ def walked(lengths: tuple[int, ...], T: int, segment: int, *, packed: bool) -> d
             emulated_gluon.emulate(patch, recurrence)
             for number in range(programs * HEADS):
                 with emulated_hardware.running(number, programs * HEADS, 4, last_first=True):
-                    given = [emulated_gluon.value(x, torch.int32) for x in (T, N, HEADS, segment)]
-                    p_cu = emulated_gluon.Pointer(cu)
+                    given = [emulated_gluon.value(x, torch.int32) for x in (T, N, HEADS, segment, later)]
+                    tables = emulated_gluon.Pointer(cu), emulated_gluon.Pointer(cuts)
                     i_h, i_v, n, at, batch, slot, start, length, offset, whole, *flags = recurrence.place(
-                        p_cu, *given, p.V, packed, mode.value, parts
+                        *tables, *given, p.V, packed, mode.value, parts
                     )
                     is_first, is_map, is_mapped, is_stored = (bool(x) for x in flags)
                     if not length and not is_stored:
@@ -162,6 +172,9 @@ def test_every_token_is_walked_along_once(seed: int) -> None:
     T = sum(lengths) + rng.choice([0, 1, 200]) if packed else lengths[0]
     segment = rng.choice([x for x in (32, 64, 96, 128, 320) if x < T])
     found = walked(lengths, T, segment, packed=packed)
+    if packed:
+        # Where sequences leave room, into shorter ones.
+        segment = cuts_of(lengths, segment, math.ceil(T / segment) - 1, 32)[0]
     for n, length in enumerate(lengths):
         for h in range(HEADS):
             for part in (0, 1):

@@ -165,7 +165,8 @@ def test_kernels_compile(name: str) -> None:
     dtypes, launches = described(problem, **options)
     names = [x.kernel.__name__ for x in launches]
     assert [x for x in names if x != "pooled_walk"] == [
-        "prepare_warp", *["prepare"] * (problem.gate == "softplus"), *["scan_segments"] * name.startswith("cut"),
+        "prepare_warp", *["prepare"] * (problem.gate == "softplus"), *["cut_sequences"] * (name == "cut-packed"),
+        *["scan_segments"] * name.startswith("cut"),
     ]  # fmt: skip
     walks = [x for x in launches if x.kernel.__name__ == "pooled_walk"]
     for launch, budget in zip(walks, budgets, strict=True):
@@ -259,8 +260,11 @@ gpu = pytest.mark.gpu
 @pytest.fixture(params=[False, True], ids=["whole", "cut"])
 def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     """Whether sequences are cut into the shortest segments that fill the device."""
+    from flash_kda.backends.hopper import forward
+
     monkeypatch.setattr(hopper_config, "LEAST_TOKENS", 96 if request.param else math.inf)
     monkeypatch.setattr(hopper_config, "LEAST_AVERAGE", 0)
+    monkeypatch.setattr(forward, "LEAST_SEGMENT", 32)
     configure.cache_clear()
     forget()
     yield request.param

@@ -102,7 +102,7 @@ def test_hopper_prepares_as_its_backward_does(problem: Problem) -> None:
     call, config, own = inputs.signature, configure(problem, H200), configure_hopper(problem, H200)
     scratch, launches = forward.describe(call, own, config, *written, keeps=True)
     (tiles, first), _ = backward.describe(call, config, H200, None)
-    assert tuple(scratch) == (*WORKSPACE, "maps")
+    assert tuple(scratch) == (*WORKSPACE, "maps", "cuts")
     assert {name: scratch[name] for name in tiles} == tiles
     assert_prepares_as_the_backward_does(launches, first, ("prepare_warp", "prepare"))
     assert plan_that_keeps(call, scratch, launches).bytes == 4 * scratch["maps"][0]

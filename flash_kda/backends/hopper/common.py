@@ -18,21 +18,17 @@ def pair(x):
 
 
 @gluon.jit
-def sequence_of_slot(p_cu, slot, N, TOKENS, WARPS: gl.constexpr, IS_COUNTED: gl.constexpr = True):
-    """The last sequence whose first slot of TOKENS tokens is at most ``slot``; see the Triton kernels' own.
-
-    Slots are those of chunks, or if not IS_COUNTED of segments, of which a sequence's first one has none: they begin
-    with ``start // TOKENS``.
-    """
+def sequence_of_slot(p_cu, slot, N, TOKENS, WARPS: gl.constexpr):
+    """The last sequence whose first slot of TOKENS tokens is at most ``slot``; see the Triton kernels' own."""
     o = gl.arange(0, SEARCH, gl.BlockedLayout([1], [32], [WARPS], [0]))
     step = (N + SEARCH - 1) // SEARCH
     at = o * step
     start = gl.load(p_cu + at, mask=at < N, other=0)
-    low = (gl.sum(((at < N) & (first_slot(start, at * IS_COUNTED, TOKENS) <= slot)).to(gl.int32), 0) - 1) * step
+    low = (gl.sum(((at < N) & (first_slot(start, at, TOKENS) <= slot)).to(gl.int32), 0) - 1) * step
     found = 0
     for block in range(0, step, SEARCH):
         at = low + block + o
         inside = (at < N) & (block + o < step)
         start = gl.load(p_cu + at, mask=inside, other=0)
-        found += gl.sum((inside & (first_slot(start, at * IS_COUNTED, TOKENS) <= slot)).to(gl.int32), 0)
+        found += gl.sum((inside & (first_slot(start, at, TOKENS) <= slot)).to(gl.int32), 0)
     return low + found - 1

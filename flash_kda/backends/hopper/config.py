@@ -35,13 +35,13 @@ class HopperConfig:
 
 
 # A first segment has so many tokens for each so many of a later one: its walk stores outputs beside others that do not.
-FIRST, LATER = 4, 5
+OF_FIRST, OF_LATER = 4, 5
 # Matrices [K, K] for each later segment: the state before it, and two of what it does to a state.
 MAPS = 3
-# Walks for each later segment when these are made: the first segment, if it is before it, and the two.
-ROLES = 3
 # Cutting makes two walks of one and a scan between them: it takes two later segments and long sequences to pay.
-LEAST_SEGMENTS, LEAST_TOKENS = 2, 4096
+LEAST_LATER, LEAST_TOKENS = 2, 4096
+# Packed sequences may be cut into segments as short as this.
+LEAST_SEGMENT = 512
 # Where sequences are packed their lengths are not known here: many short ones are taken for all short.
 LEAST_AVERAGE = 512
 
@@ -50,15 +50,15 @@ def segment(problem: Problem, device: Device) -> int | None:
     """Most tokens of a segment where walks of whole sequences would leave most multiprocessors idle, otherwise None.
 
     The later segments, all but each sequence's first, are one round of walks. Of packed sequences one may hold all
-    tokens, and is to be cut as if it did.
+    tokens, and this is for that; the device, which knows their lengths, may cut them shorter.
     """
     p = problem
     walks = (1 if p.packed else p.B) * (p.HV or p.H) * (p.V // BV)
     later = device.multiprocessors // walks
     is_short = p.packed and LEAST_AVERAGE * (p.N or 1) > p.T
-    if p.V != p.K or later < LEAST_SEGMENTS or p.T < LEAST_TOKENS or is_short:
+    if p.V != p.K or later < LEAST_LATER or p.T < LEAST_TOKENS or is_short:
         return None
-    return math.ceil(LATER * p.T / (LATER * later + FIRST) / CHUNK) * CHUNK
+    return math.ceil(OF_LATER * p.T / (OF_LATER * later + OF_FIRST) / CHUNK) * CHUNK
 
 
 def later_segments(problem: Problem, tokens: int) -> int:

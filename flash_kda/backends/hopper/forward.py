@@ -7,9 +7,10 @@ from functools import lru_cache
 from typing import cast
 
 import torch
+import triton
 from torch import Tensor
 
-from flash_kda.backends.hopper.config import BV, MAPS, ROLES, HopperConfig, configure, later_segments
+from flash_kda.backends.hopper.config import BV, LEAST_SEGMENT, MAPS, HopperConfig, configure, later_segments
 from flash_kda.backends.hopper.prepare import BC, HALF, prepare_warp
 from flash_kda.backends.hopper.recurrence import APPLY, MAP, WHOLE, walk
 from flash_kda.backends.triton import common
@@ -18,11 +19,13 @@ from flash_kda.backends.triton import forward as triton_forward
 from flash_kda.backends.triton.forward import TENSORS, Written
 from flash_kda.backends.triton.launch import Launch, Matrix, Plan, Scratch
 from flash_kda.backends.triton.prepare import prepare
-from flash_kda.backends.triton.segments import scan_segments
+from flash_kda.backends.triton.segments import cut_sequences, scan_segments
 from flash_kda.types import Inputs, Layout, Maybe, Runner, Signature
 
-# Value columns and warps of a program of the scan over segments.
-SCAN_BV, SCAN_WARPS = 16, 16
+# Value columns of a program of the scan over segments.
+SCAN_BV = 16
+# Sequences that the program which cuts them looks at at a time.
+CUT_BLOCK = 64
 
 
 def rows_of(call: Signature, name: str, block: tuple[int, int]) -> Matrix:
@@ -98,11 +101,16 @@ def describe(
     K, HV, N = p.K, p.HV or p.H, p.N or p.B
     later = 0 if config.segment is None else later_segments(p, config.segment)
     maps = later * HV * MAPS * K * K
-    scratch = {**triton_config.workspace(p), "maps": (maps, torch.float32)}
+    cuts = 1 + 2 * later if p.packed and later else 0
+    scratch = {**triton_config.workspace(p), "maps": (maps, torch.float32), "cuts": (cuts, torch.int32)}
     values = triton_forward.values(call, portable, out, final) | {
         "STAGES": config.stages,
         "PARTS": config.parts,
         "SEGMENT": config.segment or 0,
+        "LATER": later,
+        "LEAST_SEGMENT": LEAST_SEGMENT,
+        "BLOCK": CUT_BLOCK,
+        "NUMBERS": triton.next_power_of_2(max(later, 1)),
         "MODE": WHOLE.value if config.segment is None else APPLY.value,
         "SCAN_BV": SCAN_BV,
         "MAPS": MAPS,
@@ -116,10 +124,12 @@ def describe(
     if config.segment is not None:
         walks = later
         own = {"MODE": MAP.value, "PARTS": K // BV}
-        programs = (ROLES * later + (N if p.packed else 0)) * HV
+        if p.packed:
+            launches.append(Launch(cut_sequences, 1, values, {"num_warps": 4}))
+        programs = (3 * later + (N if p.packed else 0)) * HV
         launches.append(Launch(walk, programs, values | own, {"num_warps": 4}, walked))
         scans = (later if p.packed else N) * HV * K // SCAN_BV
-        launches.append(Launch(scan_segments, scans, values, {"num_warps": SCAN_WARPS}))
+        launches.append(Launch(scan_segments, scans, values, {"num_warps": 8}))
     launches.append(Launch(walk, walks * HV * p.V // (BV * config.parts), values, options, walked))
     return scratch, launches
 

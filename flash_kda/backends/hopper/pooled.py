@@ -191,15 +191,15 @@ def _walk(
 
 
 @gluon.jit(do_not_specialize=[
-    "T", "N", "HV", "GROUP", "scale", "lower_bound", "SEGMENT", "states", "pad", "entries", "places",
+    "T", "N", "HV", "GROUP", "scale", "lower_bound", "SEGMENT", "LATER", "states", "pad", "entries", "places",
 ])  # fmt: skip
 def pooled_walk(
-    d_tile, d_square, d_decay, d_v, p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_S0, p_S, p_maps, p_o,
-    p_index, p_known, p_offset, p_ends, p_target, p_kept,
+    d_tile, d_square, d_decay, d_v, p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_cuts, p_S0, p_S, p_maps,
+    p_o, p_index, p_known, p_offset, p_ends, p_target, p_kept,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
     S0_n, S0_h, S0_v, S0_k, S_n, S_h, S_v, S_k, o_b, o_t, o_h,
     index_n, known_n, offset_n, ends_n, target_n, kept_n, kept_h, kept_v, kept_k,
-    T, N, HV, GROUP, scale, lower_bound, SEGMENT, states, pad, entries, places,
+    T, N, HV, GROUP, scale, lower_bound, SEGMENT, LATER, states, pad, entries, places,
     K: gl.constexpr, V: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
     NEG_EIGVAL: gl.constexpr, PACKED: gl.constexpr, STORE_S: gl.constexpr, HAS_INDEX: gl.constexpr,
     HAS_KNOWN: gl.constexpr, CHECKPOINTS: gl.constexpr, HAS_TARGET: gl.constexpr,
@@ -212,7 +212,7 @@ def pooled_walk(
         The raw inputs are read only for checkpoints inside of a chunk, and if the state is not finite at the end.
     """
     i_h, i_v, n, at, batch, slot, start, length, offset, whole, is_first, is_map, is_mapped, is_stored = place(
-        p_cu, T, N, HV, SEGMENT, V, PACKED, MODE, PARTS
+        p_cu, p_cuts, T, N, HV, SEGMENT, LATER, V, PACKED, MODE, PARTS
     )
     column = i_v * (PARTS * BV)
     p_out = p_o + batch * o_b + start * o_t + i_h * o_h

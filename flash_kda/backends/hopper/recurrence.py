@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flash_kda.backends.hopper import config
-from flash_kda.backends.hopper.common import pair, sequence_of_slot
+from flash_kda.backends.hopper.common import pair
 from flash_kda.backends.triton.common import L2NORM_EPS, activated_beta, exp2, first_slot, log2_decay
 from flash_kda.backends.triton.config import CHUNK
 
@@ -29,9 +29,7 @@ OUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 WHOLE, MAP, APPLY = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 # What there is for each later segment: the state before it, B and A.
 MAPS = gl.constexpr(config.MAPS)
-# Walks for each later segment in MAP: the first segment before it, B and A.
-ROLES = gl.constexpr(config.ROLES)
-FIRST, LATER = gl.constexpr(config.FIRST), gl.constexpr(config.LATER)
+OF_FIRST, OF_LATER = gl.constexpr(config.OF_FIRST), gl.constexpr(config.OF_LATER)
 
 
 @gluon.jit
@@ -279,27 +277,27 @@ def _walk(
 
 @gluon.jit
 def _segments_of(length, SEGMENT):
-    """How many segments there are of so many tokens, and how many tokens the first and each later one have.
+    """How many segments there are of at most SEGMENT tokens, and how many the first and each later one have.
 
     A first one walks with outputs beside others without, and has fewer for that. All begin with a chunk, and only the
     last may end inside of one.
     """
     chunks = (length + C - 1) // C
     count = gl.maximum((length + SEGMENT - 1) // SEGMENT, 1)
-    parts = LATER * count - (LATER - FIRST)
-    later = gl.minimum((LATER * chunks + parts - 1) // parts, SEGMENT // C)
+    parts = OF_LATER * count - (OF_LATER - OF_FIRST)
+    later = gl.minimum((OF_LATER * chunks + parts - 1) // parts, SEGMENT // C)
     return count, (chunks - (count - 1) * later) * C, later * C
 
 
 @gluon.jit
 def place(
-    p_cu, T, N, HV, SEGMENT, V: gl.constexpr, PACKED: gl.constexpr, MODE: gl.constexpr, PARTS: gl.constexpr,
+    p_cu, p_cuts, T, N, HV, SEGMENT, LATER, V: gl.constexpr, PACKED: gl.constexpr, MODE: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
     """What a program walks along.
 
-    Later segments have the numbers of ``scan_segments``. Programs of MAP are the sequences' first segments at the
-    numbers of their second ones, B and A of the later ones, and then the sequences that are not cut, if PACKED: these
-    may be many, and the others take long.
+    Programs of MAP are B of the later segments, A of them, first segments at the numbers of their second ones, and
+    then, if PACKED, the sequences that are not cut: these may be many, and the others take long.
 
     Returns:
         Its head, part of V and sequence; where among the maps its own is; batch row, first slot, first token and count
@@ -314,24 +312,25 @@ def place(
     is_map = False
     is_whole = False
     if MODE == MAP:
-        later = (T - 1) // SEGMENT
-        if not PACKED:
-            later *= N
-        role = rest // (later * HV)
-        is_whole = role >= ROLES
-        is_first = (role == 0) | is_whole
-        is_map = role == 2
-        rest -= gl.minimum(role, ROLES) * (later * HV)
+        role = gl.minimum(rest // (LATER * HV), 3)
+        rest -= role * (LATER * HV)
+        is_map = role == 1
+        is_first = role >= 2
+        is_whole = role == 3
     i_h = rest % HV
     number = (rest // HV).to(gl.int64)
     n = number
+    i_later = 0
     if MODE != WHOLE:
-        # Of later segments.
-        per_row = gl.maximum((T + SEGMENT - 1) // SEGMENT - 1, 1)
-        n = number // per_row
         if PACKED:
-            n = sequence_of_slot(p_cu, number, N, SEGMENT, gl.num_warps(), False)
-        n = gl.where(is_whole, number, n)
+            SEGMENT = gl.load(p_cuts)
+            at = gl.where(is_whole, 0, number)
+            n = gl.where(is_whole, number, gl.load(p_cuts + 1 + at))
+            i_later = gl.load(p_cuts + 1 + LATER + at)
+        else:
+            per_row = LATER // N
+            n = number // per_row
+            i_later = (number % per_row).to(gl.int32)
     if PACKED:
         start = gl.load(p_cu + n).to(gl.int64)
         whole = (gl.load(p_cu + n + 1) - start).to(gl.int32)
@@ -349,19 +348,14 @@ def place(
     is_stored = True
     if MODE != WHOLE:
         count, first, later = _segments_of(whole, SEGMENT)
-        # The number of the sequence's second segment, before which the first one leaves its state.
-        second = n * per_row
-        if PACKED:
-            second = start // SEGMENT
-        i_later = (number - second).to(gl.int32)
-        is_there = (i_later < count - 1) & ((i_later == 0) | (is_first == 0))
+        is_there = (i_later >= 0) & ((i_later == 0) | (is_first == 0))
         is_there = gl.where(is_whole, count == 1, is_there)
         offset = gl.where(is_first, 0, first + i_later * later)
         size = gl.where(is_first, first, later)
         is_last = offset + size >= whole
         length = gl.where(is_there, gl.minimum(whole - offset, size), 0)
         is_stored = is_there & is_last
-        at = gl.where(is_first, second, number) * (HV * MAPS) + i_h * MAPS
+        at = number * (HV * MAPS) + i_h * MAPS
         if MODE == MAP:
             # Nothing follows a last segment.
             length = gl.where(is_whole | (is_last == 0), length, 0)
@@ -391,12 +385,13 @@ def allocate(d_tile, d_square, d_decay, d_v, K: gl.constexpr, STAGES: gl.constex
     return s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free
 
 
-@gluon.jit(do_not_specialize=["T", "N", "HV", "GROUP", "scale", "lower_bound", "SEGMENT"])
+@gluon.jit(do_not_specialize=["T", "N", "HV", "GROUP", "scale", "lower_bound", "SEGMENT", "LATER"])
 def walk(
-    d_tile, d_square, d_decay, d_v, p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_S0, p_S, p_maps, p_o,
+    d_tile, d_square, d_decay, d_v, p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_cuts, p_S0, p_S, p_maps,
+    p_o,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
     S0_n, S0_h, S0_v, S0_k, S_n, S_h, S_v, S_k, o_b, o_t, o_h,
-    T, N, HV, GROUP, scale, lower_bound, SEGMENT,
+    T, N, HV, GROUP, scale, lower_bound, SEGMENT, LATER,
     K: gl.constexpr, V: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
     NEG_EIGVAL: gl.constexpr, PACKED: gl.constexpr, HAS_S0: gl.constexpr, STORE_S: gl.constexpr,
     MODE: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
@@ -411,13 +406,15 @@ def walk(
     Args:
         d_tile: descriptor of the tiles, blocks ``[C, K]``; d_square: of the squares, blocks ``[C, 2 C]``; d_decay:
             ``[slots * HV, K]``, blocks ``[1, K]``; d_v: ``[B * T, HV * V]``, blocks ``[C, BV]``.
-        p_maps: ``[later segments, HV, 3, K, K]`` float32: the state before each, B and A; V = K.
-        SEGMENT: tokens of a segment at most, a multiple of C.
+        p_cuts: how PACKED sequences are cut; see ``cut_sequences``.
+        p_maps: ``[LATER, HV, 3, K, K]`` float32: the state before each later segment, B and A; V = K.
+        SEGMENT: tokens of a segment at most, a multiple of C, if not PACKED. LATER: how many segments are not the first
+            of a sequence, at most.
         The raw inputs are read only if the state is not finite at the end.
         The others: see ``flash_kda.backends.triton.recurrence.recurrence``.
     """
     i_h, i_v, n, at, batch, slot, start, length, _, _, is_first, is_map, is_mapped, is_stored = place(
-        p_cu, T, N, HV, SEGMENT, V, PACKED, MODE, PARTS
+        p_cu, p_cuts, T, N, HV, SEGMENT, LATER, V, PACKED, MODE, PARTS
     )
     s_kq, s_end, s_square, s_decay, s_v, s_o, bar_ready, bar_free = allocate(
         d_tile, d_square, d_decay, d_v, K, STAGES, PARTS

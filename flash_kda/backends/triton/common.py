@@ -132,23 +132,19 @@ def first_slot(start, n, C: tl.constexpr):
 
 
 @triton.jit
-def sequence_of_slot(p_cu, slot, N, C, BLOCK: tl.constexpr, IS_COUNTED: tl.constexpr = True):
-    """The last sequence whose first slot is at most ``slot``: two rounds of vector loads for any number of them.
-
-    Slots are those of chunks of C tokens, or if not IS_COUNTED of segments, of which a sequence's first one has none:
-    they begin with ``start // C``.
-    """
+def sequence_of_slot(p_cu, slot, N, C: tl.constexpr, BLOCK: tl.constexpr):
+    """The last sequence whose first slot is at most ``slot``: two rounds of vector loads for any number of them."""
     o = tl.arange(0, BLOCK)
     step = (N + BLOCK - 1) // BLOCK
     at = o * step
     start = tl.load(p_cu + at, mask=at < N, other=0)
-    low = (tl.sum(((at < N) & (first_slot(start, at * IS_COUNTED, C) <= slot)).to(tl.int32), 0) - 1) * step
+    low = (tl.sum(((at < N) & (first_slot(start, at, C) <= slot)).to(tl.int32), 0) - 1) * step
     found = 0
     for block in range(0, step, BLOCK):
         at = low + block + o
         inside = (at < N) & (block + o < step)
         start = tl.load(p_cu + at, mask=inside, other=0)
-        found += tl.sum((inside & (first_slot(start, at * IS_COUNTED, C) <= slot)).to(tl.int32), 0)
+        found += tl.sum((inside & (first_slot(start, at, C) <= slot)).to(tl.int32), 0)
     return low + found - 1
 
 

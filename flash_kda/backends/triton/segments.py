@@ -1,24 +1,66 @@
-"""The states before the later segments of cut sequences, from what each segment does to a state."""
+"""How packed sequences are cut into segments, and the states before the later ones, from what each does to a state."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from flash_kda.backends.triton.common import sequence_of_slot
-
 
 @triton.jit
-def _halves(x):
-    """float32 as two values with the bits of TF32: the second loses the last two."""
-    high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-    return high, x - high
+def _later_segments(p_cu, n, N, segment):
+    """Segments of at most so many tokens, but the first, of each of a block of sequences; 0 past the last."""
+    valid = n < N
+    length = tl.load(p_cu + n + 1, mask=valid, other=0) - tl.load(p_cu + n, mask=valid, other=0)
+    return tl.maximum((length.to(tl.int32) + segment - 1) // segment - 1, 0)
 
 
-@triton.jit(do_not_specialize=["T", "N", "HV", "SEGMENT"])
+@triton.jit(do_not_specialize=["N", "SEGMENT", "LATER"])
+def cut_sequences(
+    p_cu, p_cuts, N, SEGMENT, LATER,
+    C: tl.constexpr, LEAST_SEGMENT: tl.constexpr, BLOCK: tl.constexpr, NUMBERS: tl.constexpr,
+):  # fmt: skip
+    """Cut packed sequences into the shortest segments of which no more than LATER are not a sequence's first.
+
+    Args:
+        p_cu: ``[N + 1]`` boundaries.
+        p_cuts: ``[1 + 2 LATER]`` int32, the results: tokens of a segment at most, a multiple of C; for each later
+            segment, numbered in the order of tokens, its sequence; how many of that sequence's are before it, or -1
+            where there are not so many.
+        SEGMENT: tokens of a segment that are enough for any lengths. LEAST_SEGMENT: the fewest that it may have.
+        BLOCK: sequences looked at at a time. NUMBERS: a power of two that is at least LATER.
+    """
+    o = tl.arange(0, BLOCK)
+    low = tl.minimum(LEAST_SEGMENT, SEGMENT) // C
+    high = SEGMENT // C
+    while low < high:
+        middle = (low + high) // 2
+        count = 0
+        for first in range(0, N, BLOCK):
+            count += tl.sum(_later_segments(p_cu, first + o, N, middle * C), 0)
+        if count <= LATER:
+            high = middle
+        else:
+            low = middle + 1
+    tl.store(p_cuts, high * C)
+    number = tl.arange(0, NUMBERS)
+    n = tl.zeros((NUMBERS,), tl.int32)
+    before = tl.zeros((NUMBERS,), tl.int32)
+    end = 0
+    for first in range(0, N, BLOCK):
+        later = _later_segments(p_cu, first + o, N, high * C)
+        # Of sequences with all of their later segments before a number.
+        passed = ((end + tl.cumsum(later, 0))[:, None] <= number[None, :]) & (first + o < N)[:, None]
+        n += tl.sum(passed.to(tl.int32), 0)
+        before += tl.sum(tl.where(passed, later[:, None], 0), 0)
+        end += tl.sum(later, 0)
+    tl.store(p_cuts + 1 + number, tl.minimum(n, N - 1), mask=number < LATER)
+    tl.store(p_cuts + 1 + LATER + number, tl.where(number < end, number - before, -1), mask=number < LATER)
+
+
+@triton.jit(do_not_specialize=["T", "N", "HV", "SEGMENT", "LATER"])
 def scan_segments(
-    p_maps, p_cu, T, N, HV, SEGMENT,
-    K: tl.constexpr, SCAN_BV: tl.constexpr, MAPS: tl.constexpr, PACKED: tl.constexpr, SEARCH: tl.constexpr,
+    p_maps, p_cu, p_cuts, T, N, HV, SEGMENT, LATER,
+    K: tl.constexpr, SCAN_BV: tl.constexpr, MAPS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """One (sequence, value head, SCAN_BV columns of V): ``S_{s+1} = S_s A_s + B_s``, states transposed, V = K.
 
@@ -28,9 +70,7 @@ def scan_segments(
         p_maps: ``[later segments, HV, MAPS, K, K]`` float32: for each segment but a sequence's first, the state before
             it, B and A. The state before a second segment is given, those before all after it are made. B and A of a
             last segment are not read.
-        p_cu: ``[N + 1]`` boundaries if PACKED. SEGMENT: tokens of a segment at most. The later segments of a packed
-            sequence that begins with token s are numbered from ``s // SEGMENT`` on, where those of the sequences before
-            it have ended.
+        p_cu, p_cuts: see :func:`cut_sequences`; read if PACKED. SEGMENT: tokens of a segment at most, otherwise.
     """
     PARTS: tl.constexpr = K // SCAN_BV
     pid = tl.program_id(0)
@@ -38,11 +78,11 @@ def scan_segments(
     i_h = (pid // PARTS) % HV
     number = (pid // (PARTS * HV)).to(tl.int64)
     if PACKED:
-        n = sequence_of_slot(p_cu, number, N, SEGMENT, SEARCH, False)
-        start = tl.load(p_cu + n).to(tl.int64)
-        length = tl.load(p_cu + n + 1).to(tl.int64) - start
-        later = ((length + SEGMENT - 1) // SEGMENT).to(tl.int32) - 1
-        later = tl.where(number == start // SEGMENT, later, 0)
+        SEGMENT = tl.load(p_cuts)
+        n = tl.load(p_cuts + 1 + number)
+        length = (tl.load(p_cu + n + 1) - tl.load(p_cu + n)).to(tl.int32)
+        later = (length + SEGMENT - 1) // SEGMENT - 1
+        later = tl.where(tl.load(p_cuts + 1 + LATER + number) == 0, later, 0)
     else:
         later = (T + SEGMENT - 1) // SEGMENT - 1
         number *= later
@@ -50,14 +90,9 @@ def scan_segments(
     o_A = tl.arange(0, K)[:, None] * K + tl.arange(0, K)[None, :]
     p_map = p_maps + (number * HV + i_h) * (MAPS * K * K)
     S = tl.load(p_map + o_S, mask=later + 0 * o_S > 1, other=0.0)
-    for _ in tl.range(1, later, num_stages=3):
+    for _ in tl.range(1, later, num_stages=1):
         B = tl.load(p_map + K * K + o_S)
-        # Three products of which none waits for another.
-        A_high, A_low = _halves(tl.load(p_map + 2 * K * K + o_A))
-        S_high, S_low = _halves(S)
-        # Infinity is itself and nothing else.
-        S_low = tl.where(S_low == S_low, S_low, 0.0)
-        S = tl.dot(S_high, A_high, B, input_precision="tf32")
-        S += tl.dot(S_high, A_low, input_precision="tf32") + tl.dot(S_low, A_high, input_precision="tf32")
+        A = tl.load(p_map + 2 * K * K + o_A)
+        S = tl.dot(S, A, B, input_precision="tf32x3")
         p_map += HV.to(tl.int64) * (MAPS * K * K)
         tl.store(p_map + o_S, S)
