@@ -105,8 +105,9 @@ def test_hopper_prepares_as_its_backward_does(problem: Problem) -> None:
     assert tuple(scratch) == (*WORKSPACE, "maps", "cuts")
     assert {name: scratch[name] for name in tiles} == tiles
     assert_prepares_as_the_backward_does(launches, first, ("prepare_warp", "prepare"))
-    assert plan_that_keeps(call, scratch, launches).bytes == 4 * scratch["maps"][0]
-    assert (scratch["maps"][0] > 0) == (problem.H == 8)
+    of_cuts = 4 * sum(scratch[name][0] for name in ("maps", "cuts"))
+    assert of_cuts <= plan_that_keeps(call, scratch, launches).bytes < of_cuts + 256
+    assert (of_cuts > 0) == (own.segment is not None)
 
 
 # Through the operator, by a stand-in.
