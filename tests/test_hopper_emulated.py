@@ -15,7 +15,7 @@ import torch
 from cases import Call, Case, parameters, spans_of
 from compare import assert_same_bits
 from compiling import H200
-from interpreted_backward import Found, errors, expected, half_errors, half_tolerance, seeds
+from interpreted_backward import HALF_TOLERANCE, Found, errors, expected, half_errors, seeds
 from torch import Tensor
 
 from flash_kda.backends.triton.config import CHUNK
@@ -85,7 +85,7 @@ def test_gradients(case: Case, device: Any) -> None:
         assert not (found.prepared["hard"] == 1).any(), "for another test"
     clean = case.build()
     got = half_errors(clean, lambda _, do, dS: found.gradients(do, dS))
-    allowed = half_tolerance(case)
+    allowed = HALF_TOLERANCE
     if case.strength == "saturated":
         # Almost nothing, and of what cancels: 1.3e-2, and 1.2e-2 by the Triton backend.
         allowed = allowed | {"A_log": 2e-2, "dt_bias": 2e-2}
@@ -96,7 +96,7 @@ def test_without_a_gradient_of_the_final_states() -> None:
     call = case(lengths=(40, 0, 33), V=128, initial=False).build()
     do, _ = in_half(call)
     got = errors(backward(call).gradients(do, None), expected(call, do.double(), None))
-    assert all(x <= half_tolerance(case())[name] for name, x in got.items() if name not in ("A_log", "dt_bias")), got
+    assert all(x <= HALF_TOLERANCE[name] for name, x in got.items() if name not in ("A_log", "dt_bias")), got
 
 
 def test_rows_of_zeros() -> None:
@@ -115,10 +115,10 @@ def test_rows_of_zeros() -> None:
         at = x.count_nonzero(-1) == 0
         for rows in (at, ~at):
             wrong = (got[name][rows].double() - want[name][rows]).norm() / want[name][rows].norm()
-            assert wrong <= half_tolerance(some)[name], f"d{name}: RMSE ratio {wrong}"
+            assert wrong <= HALF_TOLERANCE[name], f"d{name}: RMSE ratio {wrong}"
     rest = ("v", "g", "beta", "initial_state")
     wrong_rest = errors({name: got[name] for name in rest}, {name: want[name] for name in rest})
-    assert all(x <= half_tolerance(some)[name] for name, x in wrong_rest.items()), f"RMSE ratios {wrong_rest}"
+    assert all(x <= HALF_TOLERANCE[name] for name, x in wrong_rest.items()), f"RMSE ratios {wrong_rest}"
 
 
 def hard_rows(found: Backward) -> Tensor:
@@ -165,7 +165,7 @@ def test_hard_chunks_are_another_launch_s(case: Case, device: Any) -> None:
         want[name][hard] = 0
         got[name] = d
     wrong = errors(got, {name: want[name] for name in got})
-    assert all(x <= half_tolerance(case)[name] for name, x in wrong.items()), f"RMSE ratios {wrong}"
+    assert all(x <= HALF_TOLERANCE[name] for name, x in wrong.items()), f"RMSE ratios {wrong}"
     used = {found.slot[id(c)] for c in found.chunks}
     for name in ("dA_part", "dbias_part"):
         if (x := tensors[name]) is not None:
@@ -254,7 +254,7 @@ def test_what_the_walks_leave(case: Case, device: Any) -> None:
     want = expected(case.build(), do.double(), dS)
     got = {"v": dv} if (dS0 := tensors["dS0"]) is None else {"v": dv, "initial_state": dS0}
     wrong = errors(got, {name: want[name] for name in got})
-    assert all(x <= half_tolerance(case)[name] for name, x in wrong.items()), f"RMSE ratios {wrong}"
+    assert all(x <= HALF_TOLERANCE[name] for name, x in wrong.items()), f"RMSE ratios {wrong}"
 
 
 @pytest.mark.parametrize("device", [H200, FEW], ids=["alone", "shared"])
@@ -437,7 +437,7 @@ def judge() -> None:
     for x in (*rows.values(), do):
         x[b, first:end] = math.nan
     # Those of parameters add up what random gradients of outputs make of either sign.
-    allowed = half_tolerance(TRIED) | {"A_log": 0.05, "dt_bias": 0.05}
+    allowed = HALF_TOLERANCE | {"A_log": 0.05, "dt_bias": 0.05}
     for last_first in (True, False):
         got = backward(call | rows, device=SOME, last_first=last_first).gradients(do, dS, without=1)
         for name in rows:

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flash_kda.backends.hopper import config
-from flash_kda.backends.hopper.common import pair
+from flash_kda.backends.hopper.common import layout_of_bits, pair, words_of_lost_bits
 from flash_kda.backends.triton.common import first_slot
 from flash_kda.backends.triton.config import CHUNK
 
@@ -28,6 +28,7 @@ LEFT = gl.constexpr(gl.DotOperandLayout(0, TOKENS, 2))
 LEFT_OF_PAIR = gl.constexpr(gl.DotOperandLayout(0, PAIR, 2))
 OF_TOKEN = gl.constexpr(gl.SliceLayout(0, TOKENS))
 OUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+BITS = layout_of_bits(config.BV, 4)
 
 
 @gluon.jit
@@ -85,8 +86,17 @@ def _twice(x):
 
 
 @gluon.jit
+def _store_lost_bits(p_bits, x, rounded):
+    """What rounding ``[BV, C]`` to bfloat16 lost."""
+    WORDS: gl.constexpr = gl.SliceLayout(2, BITS)
+    o_v = gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(1, WORDS)), 1)
+    o_word = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, WORDS)), 0)
+    gl.store(p_bits + o_v * 4 + o_word, words_of_lost_bits(x, rounded, BITS))
+
+
+@gluon.jit
 def _walk_states(
-    d_states, d_U, p_S0, chunk, length, HV, column, tiles, s_state, s_out, bars, S0_v, S0_k,
+    d_states, d_U, p_S0, p_U_bits, chunk, length, HV, column, tiles, s_state, s_out, bars, S0_v, S0_k,
     V: gl.constexpr, K: gl.constexpr, HAS_S0: gl.constexpr, STAGES: gl.constexpr,
     BUFFERS: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
@@ -130,11 +140,13 @@ def _walk_states(
         high, low = pair(U)
         S = warpgroup_mma(gl.convert_layout(high, LEFT_OF_STATE), s_end.index(stage), S, is_async=True)
         S = warpgroup_mma(gl.convert_layout(low, LEFT_OF_STATE), s_end.index(stage), S, is_async=True)
-        s_out.index(buffer).permute((1, 0)).store(U.to(gl.bfloat16))
+        b_U = U.to(gl.bfloat16)
+        s_out.index(buffer).permute((1, 0)).store(b_U)
         fence_async_shared()
         gl.thread_barrier()
         tma.async_copy_shared_to_global(d_states, [chunk * V + column, 0], s_state.index(buffer))
         tma.async_copy_shared_to_global(d_U, [chunk * C, column], s_out.index(buffer))
+        _store_lost_bits(p_U_bits + (chunk.to(gl.int64) * V + column) * 4, U, b_U)
         S = warpgroup_mma_wait(0, deps=(S,))
         if BUFFERS == 2:
             # What the chunk before left has gone out.
@@ -151,7 +163,7 @@ def _walk_states(
 
 @gluon.jit
 def _walk_gradient(
-    d_dstates, d_dv, p_dS, p_dv, p_dS0, chunk, row, length, HV, column, out_column, o_t,
+    d_dstates, d_dv, p_dS, p_dv, p_dS0, p_dR_bits, chunk, row, length, HV, column, out_column, o_t,
     tiles, s_state, s_out, bars, S_v, S_k,
     V: gl.constexpr, K: gl.constexpr, HAS_DS: gl.constexpr, STORE_DS0: gl.constexpr, STAGES: gl.constexpr,
     BUFFERS: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr,
@@ -207,7 +219,8 @@ def _walk_gradient(
         high, low = pair(dR)
         D = warpgroup_mma(gl.convert_layout(high, LEFT_OF_STATE), s_K.index(stage), D, is_async=True)
         D = warpgroup_mma(gl.convert_layout(low, LEFT_OF_STATE), s_K.index(stage), D, is_async=True)
-        s_out.index(buffer).permute((1, 0)).store(dR.to(gl.bfloat16))
+        b_dR = dR.to(gl.bfloat16)
+        s_out.index(buffer).permute((1, 0)).store(b_dR)
         fence_async_shared()
         gl.thread_barrier()
         tma.async_copy_shared_to_global(d_dstates, [chunk * V + column, 0], s_state.index(buffer))
@@ -215,6 +228,7 @@ def _walk_gradient(
             gl.store(p_out + first.to(gl.int64) * o_t, s_out.index(buffer).load(OUT), mask=first + o_row < length)
         else:
             tma.async_copy_shared_to_global(d_dv, [row + first, out_column], s_out.index(buffer))
+        _store_lost_bits(p_dR_bits + (chunk.to(gl.int64) * V + column) * 4, dR, b_dR)
         D = warpgroup_mma_wait(0, deps=(D,))
         if BUFFERS == 2:
             # What the chunk before left has gone out.
@@ -233,7 +247,8 @@ def _walk_gradient(
 
 @gluon.jit
 def _walk(
-    d_states, d_U, d_dstates, d_dv, p_S0, p_dS, p_dv, p_dS0, chunk, row, length, HV, column, out_column, o_t,
+    d_states, d_U, d_dstates, d_dv, p_S0, p_dS, p_dv, p_dS0, p_U_bits, p_dR_bits,
+    chunk, row, length, HV, column, out_column, o_t,
     is_gradient, tiles, s_state, s_out, bars, S0_v, S0_k, S_v, S_k,
     V: gl.constexpr, K: gl.constexpr, HAS_S0: gl.constexpr, HAS_DS: gl.constexpr, STORE_DS0: gl.constexpr,
     STAGES: gl.constexpr, BUFFERS: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr,
@@ -242,12 +257,12 @@ def _walk(
     out_column += PART * BV
     if is_gradient:
         _walk_gradient(
-            d_dstates, d_dv, p_dS, p_dv, p_dS0, chunk, row, length, HV, column, out_column, o_t,
+            d_dstates, d_dv, p_dS, p_dv, p_dS0, p_dR_bits, chunk, row, length, HV, column, out_column, o_t,
             tiles, s_state, s_out, bars, S_v, S_k, V, K, HAS_DS, STORE_DS0, STAGES, BUFFERS, PARTS, PART,
         )  # fmt: skip
     else:
         _walk_states(
-            d_states, d_U, p_S0, chunk, length, HV, column, tiles, s_state, s_out, bars, S0_v, S0_k,
+            d_states, d_U, p_S0, p_U_bits, chunk, length, HV, column, tiles, s_state, s_out, bars, S0_v, S0_k,
             V, K, HAS_S0, STAGES, BUFFERS, PARTS, PART,
         )  # fmt: skip
 
@@ -255,6 +270,7 @@ def _walk(
 @gluon.jit(do_not_specialize=["T", "N", "HV"])
 def walks(
     d_tile, d_square, d_decay, d_v, d_do, d_states, d_U, d_dstates, d_dv, p_cu, p_S0, p_dS, p_dv, p_dS0,
+    p_U_bits, p_dR_bits,
     o_b, o_t, o_h, S0_n, S0_h, S0_v, S0_k, S_n, S_h, S_v, S_k,
     T, N, HV,
     K: gl.constexpr, V: gl.constexpr, PACKED: gl.constexpr, HAS_S0: gl.constexpr, HAS_DS: gl.constexpr,
@@ -315,7 +331,7 @@ def walks(
     if PARTS == 1:
         gl.warp_specialize([
             (_walk, (
-                d_states, d_U, d_dstates, d_dv, p_S0, p_dS, p_dv, p_dS0,
+                d_states, d_U, d_dstates, d_dv, p_S0, p_dS, p_dv, p_dS0, p_U_bits, p_dR_bits,
                 chunk, row, length, HV, column, i_h * V + column, o_t, is_gradient,
                 tiles, s_state, s_out, bars, S0_v, S0_k, S_v, S_k,
                 V, K, HAS_S0, HAS_DS, STORE_DS0, STAGES, BUFFERS, PARTS, 0,
@@ -328,13 +344,13 @@ def walks(
     else:
         gl.warp_specialize([
             (_walk, (
-                d_states, d_U, d_dstates, d_dv, p_S0, p_dS, p_dv, p_dS0,
+                d_states, d_U, d_dstates, d_dv, p_S0, p_dS, p_dv, p_dS0, p_U_bits, p_dR_bits,
                 chunk, row, length, HV, column, i_h * V + column, o_t, is_gradient,
                 tiles, s_state, s_out, bars, S0_v, S0_k, S_v, S_k,
                 V, K, HAS_S0, HAS_DS, STORE_DS0, STAGES, BUFFERS, PARTS, 0,
             )),
             (_walk, (
-                d_states, d_U, d_dstates, d_dv, p_S0, p_dS, p_dv, p_dS0,
+                d_states, d_U, d_dstates, d_dv, p_S0, p_dS, p_dv, p_dS0, p_U_bits, p_dR_bits,
                 chunk, row, length, HV, column, i_h * V + column, o_t, is_gradient,
                 tiles, s_state, s_out, bars, S0_v, S0_k, S_v, S_k,
                 V, K, HAS_S0, HAS_DS, STORE_DS0, STAGES, BUFFERS, PARTS, 1,
