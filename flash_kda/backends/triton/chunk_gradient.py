@@ -208,8 +208,8 @@ def _chunk(
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     GATE: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, QK_L2NORM: tl.constexpr,
     BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr,
-    GRADIENT_BC: tl.constexpr, GRADIENT_BV: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
-    LEAST_BETA: tl.constexpr, CHUNKS: tl.constexpr, WHOLE_ROWS: tl.constexpr,
+    GRADIENT_BC: tl.constexpr, GRADIENT_BV: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr, LEAST_BETA: tl.constexpr, CHUNKS: tl.constexpr, WHOLE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """What ``chunk_gradient`` stores of a chunk with tokens."""
     BC: tl.constexpr = GRADIENT_BC
@@ -229,7 +229,7 @@ def _chunk(
     p_U += chunk * (C * V) + o_r[:, None] * V
     p_beta += batch * beta_b + t * beta_t + i_h * beta_h
     p_dbeta += (batch * T + t) * HV + i_h
-    if i_c == 0 and TILE == tl.bfloat16:
+    if i_c == 0 and SPLIT:
         # In a loop of its own and first, while registers are many.
         dR_U = tl.zeros((C,), tl.float32)
         for v in tl.range(0, V, GRADIENT_BV, num_stages=1):
@@ -248,7 +248,7 @@ def _chunk(
         dM = tl.dot(b_do, b_U, dM, input_precision=PRECISION)
         minus_dP = tl.dot(b_dR, b_U, minus_dP, input_precision=PRECISION)
 
-    if i_c == 0 and TILE != tl.bfloat16:
+    if i_c == 0 and not SPLIT:
         dR_U = tl.sum(tl.where(row == column, minus_dP, 0.0), 1)
         _store_beta_gradient(dR_U, p_beta, p_dbeta, m_t, BETA_IS_LOGIT, NEG_EIGVAL, LEAST_BETA)
 
@@ -361,8 +361,8 @@ def chunk_gradient(
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     GATE: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, QK_L2NORM: tl.constexpr,
     BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr, PACKED: tl.constexpr, SEARCH: tl.constexpr,
-    GRADIENT_BC: tl.constexpr, GRADIENT_BV: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
-    LEAST_BETA: tl.constexpr, CHUNKS: tl.constexpr, WHOLE_ROWS: tl.constexpr,
+    GRADIENT_BC: tl.constexpr, GRADIENT_BV: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr, LEAST_BETA: tl.constexpr, CHUNKS: tl.constexpr, WHOLE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """One (chunk, value head, block of GRADIENT_BC channels); of HARD chunks as ``prepare``.
 
@@ -400,7 +400,7 @@ def chunk_gradient(
                 _chunk(
                     chunk, i_c, o_c, m_c, i_h, batch, start, first, length, *given,
                     K, V, C, BK, GATE, HAS_A_LOG, HAS_DT_BIAS, QK_L2NORM, BETA_IS_LOGIT, NEG_EIGVAL,
-                    GRADIENT_BC, GRADIENT_BV, TILE, PRECISION, LEAST_BETA, CHUNKS, WHOLE_ROWS,
+                    GRADIENT_BC, GRADIENT_BV, TILE, SPLIT, PRECISION, LEAST_BETA, CHUNKS, WHOLE_ROWS,
                 )  # fmt: skip
     else:
         pid = tl.program_id(0)
@@ -424,7 +424,7 @@ def chunk_gradient(
         _chunk(
             chunk, i_c, o_c, m_c, i_h, batch, start, first, length, *given,
             K, V, C, BK, GATE, HAS_A_LOG, HAS_DT_BIAS, QK_L2NORM, BETA_IS_LOGIT, NEG_EIGVAL,
-            GRADIENT_BC, GRADIENT_BV, TILE, PRECISION, LEAST_BETA, CHUNKS, WHOLE_ROWS,
+            GRADIENT_BC, GRADIENT_BV, TILE, SPLIT, PRECISION, LEAST_BETA, CHUNKS, WHOLE_ROWS,
         )  # fmt: skip
 
 
