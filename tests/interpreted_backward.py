@@ -126,13 +126,13 @@ def half(case: Case) -> None:
     assert all(x <= HALF_TOLERANCE[name] for name, x in found.items()), f"RMSE ratios {found}"
 
 
-def lone_writes(case: Case, hard: bool = False) -> tuple[Call, Tensor]:
+def lone_writes(case: Case, device: str = "cpu", hard: bool = False) -> tuple[Call, Tensor]:
     """A call in which nothing but U and dR is rounded, and a gradient of its output.
 
     Keys are unit vectors, each token's its own, which do not decay: it reads what it wrote itself. Of values and of
     their gradients each token has one. With ``hard``, a channel without keys decays so fast that no anchor serves.
     """
-    call = case.but(gate="log", initial=False).build()
+    call = case.but(gate="log", initial=False).build(device)
     B, T, HV, V = call["v"].shape
     assert T < case.K
     t, rng = torch.arange(T), torch.Generator().manual_seed(7)
@@ -145,7 +145,7 @@ def lone_writes(case: Case, hard: bool = False) -> tuple[Call, Tensor]:
     do = torch.zeros_like(call["v"])
     call["v"] = torch.zeros_like(do)
     for x in (call["v"], do):
-        x[:, t, :, 37 * t % V] = torch.randn(T, B, HV, generator=rng).bfloat16().to(x.dtype)
+        x[:, t, :, 37 * t % V] = torch.randn(T, B, HV, generator=rng).bfloat16().to(x)
     return call, do
 
 
@@ -164,7 +164,7 @@ BITS_TOLERANCE = 1e-3
 
 def bits(case: Case, hard: bool = False) -> None:
     """The gradient of beta has the bits that the walks kept of U and dR."""
-    call, do = lone_writes(case, hard)
+    call, do = lone_writes(case, hard=hard)
     with as_on_a_gpu():
         found = run(call, do, None)
     error = error_of_beta(call, do, found["beta"])

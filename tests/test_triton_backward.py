@@ -16,7 +16,17 @@ import torch
 from cases import TENSORS, Call, Case, Target, leaves, parameters, run
 from compare import assert_same_bits
 from compiling import DEVICES, H200, Build, Built, Dtypes, every
-from interpreted_backward import HALF_TOLERANCE, compare, errors, expected, half_errors, seeds
+from interpreted_backward import (
+    BITS_TOLERANCE,
+    HALF_TOLERANCE,
+    compare,
+    error_of_beta,
+    errors,
+    expected,
+    half_errors,
+    lone_writes,
+    seeds,
+)
 from interpreting import interpreted_cases
 from test_triton import problems
 from torch import Tensor
@@ -233,6 +243,23 @@ def test_single_precision_on_a_gpu(case: Case) -> None:
     call = case.build("cuda")
     do, dS = seeds(call)
     compare(on_the_gpu(call, do, dS), expected(call, do, dS), call, 1e-4)
+
+
+LONE_WRITES = (
+    Case(T=120, H=2, K=128, V=128, dtype="bfloat16"),
+    Case(T=60, H=1, HV=3, K=64, V=100, dtype="float16", neg=True),
+    Case(lengths=(33, 0, 60, 1), tail=3, H=2, K=256, V=256, dtype="bfloat16"),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hard", [False, True], ids=["easy", "hard"])
+@pytest.mark.parametrize("case", parameters(LONE_WRITES))
+def test_beta_has_the_bits_on_a_gpu(case: Case, hard: bool) -> None:
+    """Its gradient is that of U and dR before they were rounded."""
+    call, do = lone_writes(case, "cuda", hard)
+    error = error_of_beta(call, do, on_the_gpu(call, do, None)["beta"])
+    assert error <= BITS_TOLERANCE, f"dbeta is off by {error}"
 
 
 @pytest.mark.gpu

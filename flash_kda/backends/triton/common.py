@@ -122,7 +122,7 @@ def lost_bits(x, rounded):
 
 @triton.jit
 def with_lost_bits(rounded, lost):
-    """float32 from a bfloat16 and what :func:`lost_bits` found of it. Zero and infinity stay, and a NaN is one still."""
+    """float32 from a bfloat16 and what :func:`lost_bits` found. Zero and infinity stay, and a NaN is one still."""
     bits = rounded.to(tl.float32).to(tl.int32, bitcast=True) + lost * 4369
     return bits.to(tl.float32, bitcast=True)
 
