@@ -86,8 +86,12 @@ def _twice(x):
 
 
 @gluon.jit
-def _store_lost_bits(p_bits, x, rounded):
-    """What rounding ``[BV, C]`` to bfloat16 lost."""
+def _store_lost_bits(p_bits, x, s_out):
+    """What ``[BV, C]`` lost when it was rounded to what ``s_out`` holds.
+
+    Which is read back: from registers, the compiler would make this before it starts the products of the state.
+    """
+    rounded = gl.convert_layout(s_out.permute((1, 0)).load(LEFT), TOKENS, assert_trivial=True)
     WORDS: gl.constexpr = gl.SliceLayout(2, BITS)
     o_v = gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(1, WORDS)), 1)
     o_word = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, WORDS)), 0)
@@ -140,13 +144,12 @@ def _walk_states(
         high, low = pair(U)
         S = warpgroup_mma(gl.convert_layout(high, LEFT_OF_STATE), s_end.index(stage), S, is_async=True)
         S = warpgroup_mma(gl.convert_layout(low, LEFT_OF_STATE), s_end.index(stage), S, is_async=True)
-        b_U = U.to(gl.bfloat16)
-        s_out.index(buffer).permute((1, 0)).store(b_U)
+        s_out.index(buffer).permute((1, 0)).store(U.to(gl.bfloat16))
         fence_async_shared()
         gl.thread_barrier()
         tma.async_copy_shared_to_global(d_states, [chunk * V + column, 0], s_state.index(buffer))
+        _store_lost_bits(p_U_bits + (chunk.to(gl.int64) * V + column) * 4, U, s_out.index(buffer))
         tma.async_copy_shared_to_global(d_U, [chunk * C, column], s_out.index(buffer))
-        _store_lost_bits(p_U_bits + (chunk.to(gl.int64) * V + column) * 4, U, b_U)
         S = warpgroup_mma_wait(0, deps=(S,))
         if BUFFERS == 2:
             # What the chunk before left has gone out.
@@ -219,16 +222,15 @@ def _walk_gradient(
         high, low = pair(dR)
         D = warpgroup_mma(gl.convert_layout(high, LEFT_OF_STATE), s_K.index(stage), D, is_async=True)
         D = warpgroup_mma(gl.convert_layout(low, LEFT_OF_STATE), s_K.index(stage), D, is_async=True)
-        b_dR = dR.to(gl.bfloat16)
-        s_out.index(buffer).permute((1, 0)).store(b_dR)
+        s_out.index(buffer).permute((1, 0)).store(dR.to(gl.bfloat16))
         fence_async_shared()
         gl.thread_barrier()
         tma.async_copy_shared_to_global(d_dstates, [chunk * V + column, 0], s_state.index(buffer))
+        _store_lost_bits(p_dR_bits + (chunk.to(gl.int64) * V + column) * 4, dR, s_out.index(buffer))
         if first + C > length:
             gl.store(p_out + first.to(gl.int64) * o_t, s_out.index(buffer).load(OUT), mask=first + o_row < length)
         else:
             tma.async_copy_shared_to_global(d_dv, [row + first, out_column], s_out.index(buffer))
-        _store_lost_bits(p_dR_bits + (chunk.to(gl.int64) * V + column) * 4, dR, b_dR)
         D = warpgroup_mma_wait(0, deps=(D,))
         if BUFFERS == 2:
             # What the chunk before left has gone out.
