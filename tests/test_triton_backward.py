@@ -190,6 +190,17 @@ def test_backward_launches(packed: bool) -> None:
             compiling.assert_nothing_is_missing(launch, dtypes)
 
 
+@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", 2048 + 256 + 128), ("float32", 4096 + 512)])
+def test_bytes_of_what_the_walks_leave(dtype: str, expected: int) -> None:
+    """Per token and value head at K = V = 128: two states, U, and with bfloat16 tiles the bits of U and dR."""
+    pytest.importorskip("triton")
+    from flash_kda.backends.triton.backward import left_for_chunks
+
+    problem = Problem(T=8192, H=16, HV=32, dtype=getattr(torch, dtype))
+    left = left_for_chunks(problem, configure(problem, H200))
+    assert sum(elements * x.itemsize for elements, x in left.values()) == expected * 8192 * 32
+
+
 # On a GPU.
 
 GPU = Target("triton", "cuda", partial=True)
