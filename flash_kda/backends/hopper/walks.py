@@ -195,6 +195,9 @@ def _walk_gradient(
         left_D = gl.convert_layout(b_D, LEFT_OF_STATE)
         mbarrier.wait(bar_ready.index(stage), phase)
         X = warpgroup_mma(left_D, s_end.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        # dR has what the rounding of D lost, which where few tokens have most of dbeta is most of its error.
+        lost_D = gl.convert_layout((D - b_D.to(gl.float32)).to(gl.bfloat16), LEFT_OF_STATE)
+        X = warpgroup_mma(lost_D, s_end.index(stage).permute((1, 0)), X, is_async=True)
         buffer = i % BUFFERS + BUFFERS * PART
         if BUFFERS == 1:
             # What the chunk before left has gone out.
