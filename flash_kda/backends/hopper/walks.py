@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flash_kda.backends.hopper import config
 from flash_kda.backends.hopper.common import layout_of_bits, pair, words_of_lost_bits
+from flash_kda.backends.hopper.prepare import to_float
 from flash_kda.backends.triton.common import first_slot
 from flash_kda.backends.triton.config import CHUNK
 
@@ -193,28 +194,31 @@ def _walk_gradient(
         first = (count - 1 - i) * C
         b_D = D.to(gl.bfloat16)
         left_D = gl.convert_layout(b_D, LEFT_OF_STATE)
+        # Where few tokens have most of dbeta, what the rounding of D lost would be most of its error. It is made with
+        # b_D two by two: used one by one, it would be rounded so, with an instruction that takes several times as long.
+        lost_D = gl.convert_layout((D - to_float(b_D)).to(gl.bfloat16), LEFT_OF_STATE)
         mbarrier.wait(bar_ready.index(stage), phase)
+        do = s_rows.index(stage * PARTS + PART).permute((1, 0)).load(LEFT)
+        if first + C > length:
+            # The rows past the end are another sequence's.
+            o_left = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, LEFT)), 0)
+            do = gl.where(first + o_left < length, do, gl.zeros_like(do))
+        do_of_state = gl.convert_layout(do, LEFT_OF_STATE)
+        # Products with values and with what their rounding lost, side by side.
+        left_do = gl.convert_layout(do, LEFT_OF_PAIR)
+        # Three products without a pause: all operands are there, since between one product and the next the compiler
+        # waits for the first before it makes an operand of the second.
         X = warpgroup_mma(left_D, s_end.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-        # dR has what the rounding of D lost, which where few tokens have most of dbeta is most of its error.
-        lost_D = gl.convert_layout((D - b_D.to(gl.float32)).to(gl.bfloat16), LEFT_OF_STATE)
         X = warpgroup_mma(lost_D, s_end.index(stage).permute((1, 0)), X, is_async=True)
+        both = warpgroup_mma(left_do, s_M.index(stage), zeros, use_acc=False, is_async=True)
         buffer = i % BUFFERS + BUFFERS * PART
         if BUFFERS == 1:
             # What the chunk before left has gone out.
             tma.store_wait(0)
             gl.thread_barrier()
         s_state.index(buffer).store(b_D)
-        do = s_rows.index(stage * PARTS + PART).permute((1, 0)).load(LEFT)
-        if first + C > length:
-            # The rows past the end are another sequence's.
-            o_left = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, LEFT)), 0)
-            do = gl.where(first + o_left < length, do, gl.zeros_like(do))
         decay = gl.expand_dims(s_decay.index(stage).reshape((K,)).load(gl.SliceLayout(0, STATE)), 0)
         D *= decay
-        do_of_state = gl.convert_layout(do, LEFT_OF_STATE)
-        # Products with values and with what their rounding lost, side by side.
-        left_do = gl.convert_layout(do, LEFT_OF_PAIR)
-        both = warpgroup_mma(left_do, s_M.index(stage), zeros, use_acc=False, is_async=True)
         X = warpgroup_mma_wait(1, deps=(X,))
         left_X = gl.convert_layout(X.to(gl.bfloat16), LEFT_OF_PAIR)
         both = warpgroup_mma(left_X, s_T.index(stage), both, is_async=True)

@@ -131,11 +131,12 @@ def _walk_gradient(
         M_T, M_lost = _load_square(p_square, C, C, SPLIT)
         decay = tl.load(p_decay + chunk * BK + o_k)
         b_D = D.to(TILE)
-        tl.store(p_dstates + chunk * (V * BK) + o_v[:, None] * BK + o_k[None, :], b_D, mask=m_v[:, None])
         X = tl.dot(b_D, tl.trans(K_end), input_precision=PRECISION)
         if SPLIT:
-            # What the rounding of D lost is most of dbeta's error where few tokens have most of its gradient.
+            # Where few tokens have most of dbeta, what the rounding of D lost would be most of its error.
             X = tl.dot((D - b_D.to(tl.float32)).to(TILE), tl.trans(K_end), X)
+        # Before the products it would cost registers that some configurations do not have.
+        tl.store(p_dstates + chunk * (V * BK) + o_v[:, None] * BK + o_k[None, :], b_D, mask=m_v[:, None])
         b_X = X.to(TILE)
         dR = tl.dot(b_do, M_T, input_precision=PRECISION)
         if SPLIT:
