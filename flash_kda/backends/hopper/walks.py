@@ -194,8 +194,8 @@ def _walk_gradient(
         first = (count - 1 - i) * C
         b_D = D.to(gl.bfloat16)
         left_D = gl.convert_layout(b_D, LEFT_OF_STATE)
-        # Where few tokens have most of dbeta, what the rounding of D lost would be most of its error. It is made with
-        # b_D two by two: used one by one, it would be rounded so, with an instruction that takes several times as long.
+        # Where few tokens have most of dbeta, what the rounding of D lost would be most of its error. It is made from
+        # b_D two by two: values that are used one by one the compiler also rounds one by one, several times as slowly.
         lost_D = gl.convert_layout((D - to_float(b_D)).to(gl.bfloat16), LEFT_OF_STATE)
         mbarrier.wait(bar_ready.index(stage), phase)
         do = s_rows.index(stage * PARTS + PART).permute((1, 0)).load(LEFT)

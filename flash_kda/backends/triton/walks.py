@@ -131,11 +131,13 @@ def _walk_gradient(
         M_T, M_lost = _load_square(p_square, C, C, SPLIT)
         decay = tl.load(p_decay + chunk * BK + o_k)
         b_D = D.to(TILE)
-        X = tl.dot(b_D, tl.trans(K_end), input_precision=PRECISION)
         if SPLIT:
             # Where few tokens have most of dbeta, what the rounding of D lost would be most of its error.
-            X = tl.dot((D - b_D.to(tl.float32)).to(TILE), tl.trans(K_end), X)
-        # Before the products it would cost registers that some configurations do not have.
+            X = tl.dot((D - b_D.to(tl.float32)).to(TILE), tl.trans(K_end))
+            X = tl.dot(b_D, tl.trans(K_end), X)
+        else:
+            X = tl.dot(b_D, tl.trans(K_end), input_precision=PRECISION)
+        # Before the products it would make more spill, and so would they in the other order.
         tl.store(p_dstates + chunk * (V * BK) + o_v[:, None] * BK + o_k[None, :], b_D, mask=m_v[:, None])
         b_X = X.to(TILE)
         dR = tl.dot(b_do, M_T, input_precision=PRECISION)
