@@ -117,7 +117,7 @@ class Backward:
         A_log, dt_bias = (None if y is None else y.detach().float().contiguous() for y in gate_parameters(x.gate))
         given = {name: getattr(x, name) for name in ("q", "k", "v", "g", "beta")}
         dv, S0 = torch.full_like(x.v, math.nan), x.initial_state
-        left = {name: self.new(*scratch[name]) for name in ("states", "dstates", "U")}
+        left = {name: self.new(*scratch[name]) for name in ("states", "dstates", "U", "U_bits", "dR_bits")}
         by_row = {f"d{name}": torch.full_like(y, math.nan) for name, y in given.items() if name != "v"}
         parts = scratch["decay"][0]
         return {

@@ -294,9 +294,12 @@ class Shared:
         return self.barriers[self.data.storage_offset()]
 
 
+def garbage(dtype: torch.dtype) -> float:
+    return math.nan if dtype.is_floating_point else -77
+
+
 def allocate(dtype: torch.dtype, shape: list[int], *_: Any) -> Shared:
-    garbage = torch.full(shape, math.nan if dtype.is_floating_point else -77, dtype=dtype)
-    return Shared(garbage, torch.full(shape, UNSET, dtype=torch.uint8), {})
+    return Shared(torch.full(shape, garbage(dtype), dtype=dtype), torch.full(shape, UNSET, dtype=torch.uint8), {})
 
 
 @dataclass(eq=False)
@@ -430,7 +433,7 @@ def copy_in(source: Descriptor, at: Sequence[Any], bar: Shared, into: Shared) ->
     assert tuple(into.data.shape) == source.block
     assert into.data.dtype == source.data.dtype
     assert not bool((into.state == COPYING).any()), "two copies to one place"
-    into.data.fill_(math.nan)
+    into.data.fill_(garbage(into.data.dtype))
     into.state.fill_(COPYING)
     bar.barrier.copies.append(CopyIn(source, at, into))
     program().pause()

@@ -183,12 +183,13 @@ def test_few_programs_for_hard_chunks() -> None:
 
 def gluon_source_of(launch: Launch, dtypes: Dtypes) -> Any:
     """What Triton compiles for a launch of one of Gluon's kernels, or of its own."""
+    from triton._utils import canonicalize_dtype
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
     if not launch.matrices:
         return source_of(launch, dtypes)
-    types = {torch.float32: gl.float32, torch.bfloat16: gl.bfloat16}
+    types = {torch.float32: gl.float32, torch.bfloat16: gl.bfloat16, torch.int32: gl.int32}
     # With its matrices as values, which ``source_of`` knows.
     values = {**launch.values, **{f"d_{name}": 0 for name in launch.matrices}}
     plain = source_of(replace(launch, values=values, matrices={}), dtypes)
@@ -198,7 +199,7 @@ def gluon_source_of(launch: Launch, dtypes: Dtypes) -> Any:
             matrix = launch.matrices[name[2:]]
             dtype, (rows, columns) = types[dtypes[matrix.tensor]], matrix.block
             layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
-            signature[name] = f"tensordesc<{dtype}[{rows},{columns}],{layout}>"
+            signature[name] = f"tensordesc<{canonicalize_dtype(dtype)}[{rows},{columns}],{layout}>"
         else:
             signature[name] = plain.signature[name]
     names = launch.kernel.arg_names

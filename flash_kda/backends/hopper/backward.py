@@ -30,6 +30,7 @@ def describe(call: Signature, config: Config, device: Device, of_dS: Written | N
     rows = (p.B * p.T, HV * p.V, HV * p.V)
     of_states = (chunks * p.V, p.K, p.K)
     of_U = (chunks * C, p.V, p.V)
+    of_bits = (chunks * p.V, 4, 4)
 
     walking = configure_walks(p, device)
     # The launches of a half are given the same values.
@@ -57,6 +58,8 @@ def describe(call: Signature, config: Config, device: Device, of_dS: Written | N
         "states": Matrix("states", *of_states, (p.V, p.K)),
         "dstates": Matrix("dstates", *of_states, (p.V, p.K)),
         "U": Matrix("U", *of_U, (C, p.V)),
+        "dR_bits": Matrix("dR_bits", *of_bits, (p.V, 4)),
+        "U_bits": Matrix("U_bits", *of_bits, (p.V, 4)),
     }
     given = {**second[0].values, "CHUNKS_END": chunks}
     options = {"num_warps": WARPS.value}

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flash_kda.backends.hopper.common import pair, sequence_of_slot
+from flash_kda.backends.hopper.common import layout_of_bits, lost_bits_of_words, pair, sequence_of_slot
 from flash_kda.backends.hopper.prepare import PLAIN, locate, to_float
 from flash_kda.backends.triton.chunk_gradient import gate_gradient
 from flash_kda.backends.triton.common import (
@@ -29,10 +29,12 @@ from flash_kda.backends.triton.common import (
     exp2,
     log2_decay,
     reciprocal,
+    with_lost_bits,
 )
 from flash_kda.backends.triton.config import CHUNK
 
 C = gl.constexpr(CHUNK)
+ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 # Warps that compute, and copies of q, k, g, do, dR and U in flight.
 WARPS, STAGES = gl.constexpr(8), gl.constexpr(2)
 # Tiles [K, C], as results and as left operands: the same registers.
@@ -40,6 +42,7 @@ TOKENS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, CHUNK, 
 LEFT = gl.constexpr(gl.DotOperandLayout(0, TOKENS, 2))
 OF_CHANNEL = gl.constexpr(gl.SliceLayout(1, TOKENS))
 OF_TOKEN = gl.constexpr(gl.SliceLayout(0, TOKENS))
+BITS_64, BITS_128 = layout_of_bits(64, WARPS.value), layout_of_bits(128, WARPS.value)
 # [2 C, C]: dM above -dP.
 PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, CHUNK // 2, 16]))
 OUT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0]))
@@ -48,6 +51,9 @@ EVERYWHERE = gl.constexpr(gl.BlockedLayout([4], [32], [WARPS], [0]))
 LANES = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
 # 64 values in every warp.
 PER_WARP = gl.constexpr(gl.BlockedLayout([2], [32], [WARPS], [0]))
+# Tokens along the lanes of every warp, and what is summed in each.
+LANE_SUMS = gl.constexpr(gl.BlockedLayout([8, 1], [1, 32], [1, WARPS], [0, 1]))
+OF_LANE = gl.constexpr(gl.SliceLayout(0, LANE_SUMS))
 # Rows get 2^6 of what columns have too much: gradients of rows, which columns multiply, need the room.
 ROOM = gl.constexpr(6.0)
 
@@ -58,8 +64,8 @@ def _add_both(a1, a2, b1, b2):
 
 
 @gluon.jit
-def _add_both_and_max(a1, a2, a3, b1, b2, b3):
-    return a1 + b1, a2 + b2, gl.maximum(a3, b3)
+def _add_and_max(a1, a2, b1, b2):
+    return a1 + b1, gl.maximum(a2, b2)
 
 
 @gluon.jit
@@ -87,9 +93,9 @@ def _load_parameters(
     p_beta, p_A_log, p_dt_bias, beta_t, beta_h, row, last, i_h, s_beta, s_a, s_bias,
     K: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Beta of the rows of q and again of k, exp(A_log) and dt_bias, for which nobody who computes then waits."""
-    o_pair = gl.arange(0, 2 * C, gl.BlockedLayout([2], [32], [1], [0]))
-    i_beta = (row + gl.minimum(o_pair % C, last)).to(gl.int64)
+    """Beta, exp(A_log) and dt_bias, for which nobody who computes then waits."""
+    o_t = gl.arange(0, C, gl.BlockedLayout([1], [32], [1], [0]))
+    i_beta = (row + gl.minimum(o_t, last)).to(gl.int64)
     s_beta.store(gl.load(p_beta + i_beta * beta_t + i_h * beta_h).to(gl.float32))  # handed over
     if HAS_A_LOG:
         s_a.store(gl.exp(gl.load(p_A_log + i_h + gl.zeros([4], gl.int32, LANES))))  # handed over
@@ -108,7 +114,8 @@ def _scale_rows(x, s_r, last):
 
 @gluon.jit
 def _load_chunks(
-    d_q, d_k, d_g, d_do, d_dR, d_U, d_states, d_dstates, p_beta, p_A_log, p_dt_bias, p_cu, p_hard,
+    d_q, d_k, d_g, d_do, d_dR, d_dR_bits, d_U, d_U_bits, d_states, d_dstates,
+    p_beta, p_A_log, p_dt_bias, p_cu, p_hard,
     p_dA_part, p_dbias_part, beta_t, beta_h, T, N, HV, CHUNKS_END, words, tiles, states, bars,
     K: gl.constexpr, V: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr, PACKED: gl.constexpr,
     CHUNKS: gl.constexpr,
@@ -118,7 +125,7 @@ def _load_chunks(
     The others are another launch's. Parts of sums over chunks are zero where a chunk holds no token.
     """
     s_words, s_beta, s_a, s_bias = words
-    s_qk, s_g, s_rows, s_U = tiles
+    s_qk, s_g, s_rows, s_U, s_bits = tiles
     s_S, s_dS = states
     bar_ready, bar_free, bar_S_ready, bar_S_free = bars
     zeros = gl.zeros([K], gl.float32, LANES)
@@ -149,10 +156,13 @@ def _load_chunks(
             )  # fmt: skip
             _announce(s_words.index(stage), row, last, chunk, i_h)
             bar = bar_ready.index(stage)
-            mbarrier.expect(bar, 3 * d_q.block_type.nbytes + 3 * d_U.block_type.nbytes)
+            BYTES: gl.constexpr = 3 * d_q.block_type.nbytes + 3 * d_U.block_type.nbytes
+            mbarrier.expect(bar, BYTES + 2 * d_U_bits.block_type.nbytes)
             tma.async_copy_global_to_shared(d_do, [row, i_h * V], bar, s_rows.index(stage).slice(0, C))
             tma.async_copy_global_to_shared(d_dR, [row, i_h * V], bar, s_rows.index(stage).slice(C, C))
             tma.async_copy_global_to_shared(d_U, [chunk * C, 0], bar, s_U.index(stage))
+            tma.async_copy_global_to_shared(d_dR_bits, [chunk * V, 0], bar, s_bits.index(2 * stage))
+            tma.async_copy_global_to_shared(d_U_bits, [chunk * V, 0], bar, s_bits.index(2 * stage + 1))
             tma.async_copy_global_to_shared(d_k, [row, i_h * K], bar, s_qk.index(stage).slice(C, C))
             tma.async_copy_global_to_shared(d_q, [row, i_h * K], bar, s_qk.index(stage).slice(0, C))
             tma.async_copy_global_to_shared(d_g, [row, i_h * K], bar, s_g.index(stage))
@@ -176,6 +186,14 @@ def _load_chunks(
 def _tile(s_x):
     """``[C, K]`` in shared memory as ``[K, C]`` in TOKENS."""
     return gl.convert_layout(s_x.permute((1, 0)).load(LEFT), TOKENS, assert_trivial=True).to(gl.float32)
+
+
+@gluon.jit
+def _wide_tile(s_x, s_bits, V: gl.constexpr):
+    """``[C, V]`` the same way, with the bits that the walks kept of what rounding lost."""
+    BITS: gl.constexpr = BITS_64 if V == 64 else BITS_128
+    x = gl.convert_layout(s_x.permute((1, 0)).load(LEFT), TOKENS, assert_trivial=True)
+    return with_lost_bits(x, lost_bits_of_words(s_bits.load(gl.SliceLayout(2, BITS)), BITS, TOKENS))
 
 
 @gluon.jit
@@ -212,13 +230,13 @@ def _chunk(
     valid = o_t <= last
     zero = gl.zeros([K, C], gl.float32, TOKENS)
     o_pair = gl.arange(0, 2 * C, gl.SliceLayout(1, PAIRS))
-    o_late = o_pair % C
     _, s_beta, s_a, s_bias = words
-    s_qk, s_g, s_rows, s_U = tiles
+    s_qk, s_g, s_rows, s_U, s_bits = tiles
     s_S, s_dS = states
-    s_squares, s_sums, s_norms, s_largest, s_out = scratch
+    s_squares, s_sums, s_norms, s_largest, s_dR_U, s_out = scratch
     _, bar_free, bar_S_ready, bar_S_free = bars
     s_qk, s_g, s_rows, s_U = s_qk.index(stage), s_g.index(stage), s_rows.index(stage), s_U.index(stage)
+    s_dR_bits, s_U_bits = s_bits.index(2 * stage), s_bits.index(2 * stage + 1)
     s_q, s_k = s_qk.slice(0, C), s_qk.slice(C, C)
     s_do, s_dR = s_rows.slice(0, C), s_rows.slice(C, C)
     empty = gl.zeros([2 * C, C], gl.float32, PAIRS)
@@ -249,18 +267,16 @@ def _chunk(
     minus_dK_plus = warpgroup_mma(s_S.permute((1, 0)), s_dR.permute((1, 0)), zero, use_acc=False, is_async=True)
     dK_end = warpgroup_mma(s_dS.permute((1, 0)), s_U.permute((1, 0)), zero, use_acc=False, is_async=True)
 
-    # dM and dP as operands. The diagonal of dM, a token's own pair, has no decay; that of -dP is beta^2 times the
-    # gradient of beta: dR = beta W and U = beta (R - P U) row by row, and the gradient is W (R - P U).
+    # dM and dP as operands. The diagonal of dM, a token's own pair, has no decay.
     D, by_q, by_k = warpgroup_mma_wait(5, deps=(D, by_q, by_k))
-    row_of = gl.expand_dims(o_late, 1)
+    row_of = gl.expand_dims(o_pair % C, 1)
     column = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, PAIRS)), 0)
     is_P = gl.expand_dims(o_pair, 1) >= C
     own = column == row_of
-    diagonal = gl.where(own, D, 0.0)
     squares = gl.where(own, gl.where(is_P, by_k, by_q), 0.0)
     is_pair = (column < row_of) | (own & (is_P == 0))
     D = gl.where(is_pair & (row_of <= last), gl.where(is_P, -D, D), 0.0)
-    of_beta, squares, largest = gl.reduce((diagonal, squares, gl.abs(D)), 1, _add_both_and_max)
+    squares, largest = gl.reduce((squares, gl.abs(D)), 1, _add_and_max)
     s_norms.store(gl.rsqrt(squares + L2NORM_EPS))
     s_largest.store(largest)
     unit, over_unit = _unit(gl.max(s_largest.load(PER_WARP), 0))
@@ -322,6 +338,9 @@ def _chunk(
     q_dq, k_dk = gl.reduce((q * dq, k * dk), 0, _add_both)
     dq = gl.expand_dims(s_norms.slice(0, C).load(OF_TOKEN), 0) * (dq - q * gl.expand_dims(q_dq, 0))
     dk = gl.expand_dims(s_norms.slice(C, C).load(OF_TOKEN), 0) * (dk - k * gl.expand_dims(k_dk, 0))
+    # Sums over the 16 columns of V that a warp has, which need no barrier; the rest after the last one.
+    dR_U = _wide_tile(s_dR, s_dR_bits, V) * _wide_tile(s_U, s_U_bits, V)
+    s_dR_U.store(gl.sum(gl.reshape(dR_U, (V // 16, 16, C)), 1))
     dg = warpgroup_mma_wait(0, deps=(dg,))
     dg += gl.expand_dims(after, 1)
     draw, dA = gate_gradient(dg, g2, _tile(s_g), a, bias, lower_bound, GATE)
@@ -332,17 +351,19 @@ def _chunk(
     s_out.index(0).permute((1, 0)).store(dq.to(gl.bfloat16))
     s_out.index(1).permute((1, 0)).store(dk.to(gl.bfloat16))
     s_out.index(2).permute((1, 0)).store(draw.to(gl.bfloat16))
-    raw_beta = s_beta.index(stage).load(gl.SliceLayout(1, PAIRS))
+    raw_beta = s_beta.index(stage).load(OF_LANE)
+    gl.thread_barrier()
+    mbarrier.arrive(bar_free.index(stage), count=1)
+    # dR = beta W and U = beta (R - P U) row by row: the gradient of beta is W (R - P U), their product over beta^2.
     beta = at_least(activated_beta(raw_beta, True, NEG_EIGVAL), LEAST_BETA)
-    dbeta = of_beta / beta / beta
+    dbeta = gl.sum(s_dR_U.load(LANE_SUMS), 0) / beta / beta
     if NEG_EIGVAL:
         dbeta *= 2.0
     z = exp2(-gl.abs(raw_beta) * LOG2E)
     dbeta *= z / ((1.0 + z) * (1.0 + z))
-    gl.thread_barrier()
-    mbarrier.arrive(bar_free.index(stage), count=1)
-    p_to = p_dbeta + (row + o_late).to(gl.int64) * HV + i_h
-    gl.store(p_to, dbeta.to(p_dbeta.dtype.element_ty), mask=(o_pair >= C) & (o_late <= last))
+    o_lane = gl.arange(0, C, OF_LANE)
+    p_to = p_dbeta + (row + o_lane).to(gl.int64) * HV + i_h
+    gl.store(p_to, dbeta.to(p_dbeta.dtype.element_ty), mask=o_lane <= last)
     i_part = chunk.to(gl.int64) * K + o_c
     if HAS_A_LOG:
         gl.store(p_dA_part + i_part, dA)
@@ -396,7 +417,8 @@ def _take_chunks(
 
 @gluon.jit(do_not_specialize=["T", "N", "HV", "lower_bound", "scale", "CHUNKS_END"])
 def gradient(
-    d_q, d_k, d_g, d_do, d_dR, d_U, d_states, d_dstates, p_beta, p_A_log, p_dt_bias, p_cu, p_hard,
+    d_q, d_k, d_g, d_do, d_dR, d_dR_bits, d_U, d_U_bits, d_states, d_dstates,
+    p_beta, p_A_log, p_dt_bias, p_cu, p_hard,
     p_dq, p_dk, p_dg, p_dbeta, p_dA_part, p_dbias_part, beta_t, beta_h,
     T, N, HV, scale, lower_bound, CHUNKS_END,
     K: gl.constexpr, V: gl.constexpr, GATE: gl.constexpr, HAS_A_LOG: gl.constexpr, HAS_DT_BIAS: gl.constexpr,
@@ -409,7 +431,8 @@ def gradient(
     Args:
         d_q, d_k, d_g: descriptors of ``[B * T, HV * K]`` with blocks ``[C, K]``; d_do, d_dR: of ``[B * T, HV * V]``
             with blocks ``[C, V]``; d_U: of ``[slots * HV * C, V]`` with blocks ``[C, V]``; d_states, d_dstates: of
-            ``[slots * HV * V, K]`` with blocks ``[V, K]``.
+            ``[slots * HV * V, K]`` with blocks ``[V, K]``; d_dR_bits, d_U_bits: of ``[slots * HV * V, 4]`` with blocks
+            ``[V, 4]``.
         CHUNKS_END: number of chunks, slots x HV.
         The others: see ``flash_kda.backends.triton.chunk_gradient.chunk_gradient``.
     """
@@ -417,18 +440,21 @@ def gradient(
     s_g = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], d_g.layout)
     s_rows = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * C, V], d_do.layout)
     s_U = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, V], d_U.layout)
+    # Of dR and then U.
+    s_bits = gl.allocate_shared_memory(gl.int32, [2 * STAGES, V, 4], d_U_bits.layout)
     s_S = gl.allocate_shared_memory(gl.bfloat16, [V, K], d_states.layout)
     s_dS = gl.allocate_shared_memory(gl.bfloat16, [V, K], d_dstates.layout)
     SQUARES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
     s_squares = gl.allocate_shared_memory(gl.bfloat16, [2 * C, C], SQUARES)
     s_sums = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], SQUARES)
     s_words = gl.allocate_shared_memory(gl.int32, [STAGES, 4], PLAIN)
-    s_beta = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * C], PLAIN)
+    s_beta = gl.allocate_shared_memory(gl.float32, [STAGES, C], PLAIN)
     s_a = gl.allocate_shared_memory(gl.float32, [STAGES, 4], PLAIN)
     s_bias = gl.allocate_shared_memory(gl.float32, [STAGES, K], PLAIN)
     # Of the rows of q and then k: one over their norms. Of the rows of dM and then dP: largest magnitudes.
     s_norms = gl.allocate_shared_memory(gl.float32, [2 * C], PLAIN)
     s_largest = gl.allocate_shared_memory(gl.float32, [2 * C], PLAIN)
+    s_dR_U = gl.allocate_shared_memory(gl.float32, [V // 16, C], ROWS)
     s_out = gl.allocate_shared_memory(gl.bfloat16, [4, C, K], d_q.layout)
     bar_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     bar_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -441,9 +467,9 @@ def gradient(
     mbarrier.init(bar_S_free.index(0), count=1)
     fence_async_shared()
     words = (s_words, s_beta, s_a, s_bias)
-    tiles = (s_qk, s_g, s_rows, s_U)
+    tiles = (s_qk, s_g, s_rows, s_U, s_bits)
     states = (s_S, s_dS)
-    scratch = (s_squares, s_sums, s_norms, s_largest, s_out)
+    scratch = (s_squares, s_sums, s_norms, s_largest, s_dR_U, s_out)
     bars = (bar_ready, bar_free, bar_S_ready, bar_S_free)
     gl.warp_specialize([
         (_take_chunks, (
@@ -451,7 +477,8 @@ def gradient(
             words, tiles, states, scratch, bars, K, V, GATE, HAS_A_LOG, HAS_DT_BIAS, NEG_EIGVAL, LEAST_BETA,
         )),
         (_load_chunks, (
-            d_q, d_k, d_g, d_do, d_dR, d_U, d_states, d_dstates, p_beta, p_A_log, p_dt_bias, p_cu, p_hard,
+            d_q, d_k, d_g, d_do, d_dR, d_dR_bits, d_U, d_U_bits, d_states, d_dstates,
+            p_beta, p_A_log, p_dt_bias, p_cu, p_hard,
             p_dA_part, p_dbias_part, beta_t, beta_h, T, N, HV, CHUNKS_END, words, tiles, states, bars,
             K, V, HAS_A_LOG, HAS_DT_BIAS, PACKED, CHUNKS,
         )),

@@ -17,7 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flash_kda.backends.hopper import config
-from flash_kda.backends.hopper.common import pair
+from flash_kda.backends.hopper.common import layout_of_bits, pair, words_of_lost_bits
+from flash_kda.backends.hopper.prepare import to_float
 from flash_kda.backends.triton.common import first_slot
 from flash_kda.backends.triton.config import CHUNK
 
@@ -28,6 +29,7 @@ LEFT = gl.constexpr(gl.DotOperandLayout(0, TOKENS, 2))
 LEFT_OF_PAIR = gl.constexpr(gl.DotOperandLayout(0, PAIR, 2))
 OF_TOKEN = gl.constexpr(gl.SliceLayout(0, TOKENS))
 OUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+BITS = layout_of_bits(config.BV, 4)
 
 
 @gluon.jit
@@ -85,8 +87,21 @@ def _twice(x):
 
 
 @gluon.jit
+def _store_lost_bits(p_bits, x, s_out):
+    """What ``[BV, C]`` lost when it was rounded to what ``s_out`` holds.
+
+    Which is read back: from registers, the compiler would make this before it starts the products of the state.
+    """
+    rounded = gl.convert_layout(s_out.permute((1, 0)).load(LEFT), TOKENS, assert_trivial=True)
+    WORDS: gl.constexpr = gl.SliceLayout(2, BITS)
+    o_v = gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(1, WORDS)), 1)
+    o_word = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, WORDS)), 0)
+    gl.store(p_bits + o_v * 4 + o_word, words_of_lost_bits(x, rounded, BITS))
+
+
+@gluon.jit
 def _walk_states(
-    d_states, d_U, p_S0, chunk, length, HV, column, tiles, s_state, s_out, bars, S0_v, S0_k,
+    d_states, d_U, p_S0, p_U_bits, chunk, length, HV, column, tiles, s_state, s_out, bars, S0_v, S0_k,
     V: gl.constexpr, K: gl.constexpr, HAS_S0: gl.constexpr, STAGES: gl.constexpr,
     BUFFERS: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
@@ -134,6 +149,7 @@ def _walk_states(
         fence_async_shared()
         gl.thread_barrier()
         tma.async_copy_shared_to_global(d_states, [chunk * V + column, 0], s_state.index(buffer))
+        _store_lost_bits(p_U_bits + (chunk.to(gl.int64) * V + column) * 4, U, s_out.index(buffer))
         tma.async_copy_shared_to_global(d_U, [chunk * C, column], s_out.index(buffer))
         S = warpgroup_mma_wait(0, deps=(S,))
         if BUFFERS == 2:
@@ -151,7 +167,7 @@ def _walk_states(
 
 @gluon.jit
 def _walk_gradient(
-    d_dstates, d_dv, p_dS, p_dv, p_dS0, chunk, row, length, HV, column, out_column, o_t,
+    d_dstates, d_dv, p_dS, p_dv, p_dS0, p_dR_bits, chunk, row, length, HV, column, out_column, o_t,
     tiles, s_state, s_out, bars, S_v, S_k,
     V: gl.constexpr, K: gl.constexpr, HAS_DS: gl.constexpr, STORE_DS0: gl.constexpr, STAGES: gl.constexpr,
     BUFFERS: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr,
@@ -178,25 +194,31 @@ def _walk_gradient(
         first = (count - 1 - i) * C
         b_D = D.to(gl.bfloat16)
         left_D = gl.convert_layout(b_D, LEFT_OF_STATE)
+        # Where few tokens have most of dbeta, what the rounding of D lost would be most of its error. It is made from
+        # b_D two by two: values that are used one by one the compiler also rounds one by one, several times as slowly.
+        lost_D = gl.convert_layout((D - to_float(b_D)).to(gl.bfloat16), LEFT_OF_STATE)
         mbarrier.wait(bar_ready.index(stage), phase)
+        do = s_rows.index(stage * PARTS + PART).permute((1, 0)).load(LEFT)
+        if first + C > length:
+            # The rows past the end are another sequence's.
+            o_left = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, LEFT)), 0)
+            do = gl.where(first + o_left < length, do, gl.zeros_like(do))
+        do_of_state = gl.convert_layout(do, LEFT_OF_STATE)
+        # Products with values and with what their rounding lost, side by side.
+        left_do = gl.convert_layout(do, LEFT_OF_PAIR)
+        # Three products without a pause: all operands are there, since between one product and the next the compiler
+        # waits for the first before it makes an operand of the second.
         X = warpgroup_mma(left_D, s_end.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        X = warpgroup_mma(lost_D, s_end.index(stage).permute((1, 0)), X, is_async=True)
+        both = warpgroup_mma(left_do, s_M.index(stage), zeros, use_acc=False, is_async=True)
         buffer = i % BUFFERS + BUFFERS * PART
         if BUFFERS == 1:
             # What the chunk before left has gone out.
             tma.store_wait(0)
             gl.thread_barrier()
         s_state.index(buffer).store(b_D)
-        do = s_rows.index(stage * PARTS + PART).permute((1, 0)).load(LEFT)
-        if first + C > length:
-            # The rows past the end are another sequence's.
-            o_left = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, LEFT)), 0)
-            do = gl.where(first + o_left < length, do, gl.zeros_like(do))
         decay = gl.expand_dims(s_decay.index(stage).reshape((K,)).load(gl.SliceLayout(0, STATE)), 0)
         D *= decay
-        do_of_state = gl.convert_layout(do, LEFT_OF_STATE)
-        # Products with values and with what their rounding lost, side by side.
-        left_do = gl.convert_layout(do, LEFT_OF_PAIR)
-        both = warpgroup_mma(left_do, s_M.index(stage), zeros, use_acc=False, is_async=True)
         X = warpgroup_mma_wait(1, deps=(X,))
         left_X = gl.convert_layout(X.to(gl.bfloat16), LEFT_OF_PAIR)
         both = warpgroup_mma(left_X, s_T.index(stage), both, is_async=True)
@@ -211,6 +233,7 @@ def _walk_gradient(
         fence_async_shared()
         gl.thread_barrier()
         tma.async_copy_shared_to_global(d_dstates, [chunk * V + column, 0], s_state.index(buffer))
+        _store_lost_bits(p_dR_bits + (chunk.to(gl.int64) * V + column) * 4, dR, s_out.index(buffer))
         if first + C > length:
             gl.store(p_out + first.to(gl.int64) * o_t, s_out.index(buffer).load(OUT), mask=first + o_row < length)
         else:
@@ -233,7 +256,8 @@ def _walk_gradient(
 
 @gluon.jit
 def _walk(
-    d_states, d_U, d_dstates, d_dv, p_S0, p_dS, p_dv, p_dS0, chunk, row, length, HV, column, out_column, o_t,
+    d_states, d_U, d_dstates, d_dv, p_S0, p_dS, p_dv, p_dS0, p_U_bits, p_dR_bits,
+    chunk, row, length, HV, column, out_column, o_t,
     is_gradient, tiles, s_state, s_out, bars, S0_v, S0_k, S_v, S_k,
     V: gl.constexpr, K: gl.constexpr, HAS_S0: gl.constexpr, HAS_DS: gl.constexpr, STORE_DS0: gl.constexpr,
     STAGES: gl.constexpr, BUFFERS: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr,
@@ -242,12 +266,12 @@ def _walk(
     out_column += PART * BV
     if is_gradient:
         _walk_gradient(
-            d_dstates, d_dv, p_dS, p_dv, p_dS0, chunk, row, length, HV, column, out_column, o_t,
+            d_dstates, d_dv, p_dS, p_dv, p_dS0, p_dR_bits, chunk, row, length, HV, column, out_column, o_t,
             tiles, s_state, s_out, bars, S_v, S_k, V, K, HAS_DS, STORE_DS0, STAGES, BUFFERS, PARTS, PART,
         )  # fmt: skip
     else:
         _walk_states(
-            d_states, d_U, p_S0, chunk, length, HV, column, tiles, s_state, s_out, bars, S0_v, S0_k,
+            d_states, d_U, p_S0, p_U_bits, chunk, length, HV, column, tiles, s_state, s_out, bars, S0_v, S0_k,
             V, K, HAS_S0, STAGES, BUFFERS, PARTS, PART,
         )  # fmt: skip
 
@@ -255,6 +279,7 @@ def _walk(
 @gluon.jit(do_not_specialize=["T", "N", "HV"])
 def walks(
     d_tile, d_square, d_decay, d_v, d_do, d_states, d_U, d_dstates, d_dv, p_cu, p_S0, p_dS, p_dv, p_dS0,
+    p_U_bits, p_dR_bits,
     o_b, o_t, o_h, S0_n, S0_h, S0_v, S0_k, S_n, S_h, S_v, S_k,
     T, N, HV,
     K: gl.constexpr, V: gl.constexpr, PACKED: gl.constexpr, HAS_S0: gl.constexpr, HAS_DS: gl.constexpr,
@@ -315,7 +340,7 @@ def walks(
     if PARTS == 1:
         gl.warp_specialize([
             (_walk, (
-                d_states, d_U, d_dstates, d_dv, p_S0, p_dS, p_dv, p_dS0,
+                d_states, d_U, d_dstates, d_dv, p_S0, p_dS, p_dv, p_dS0, p_U_bits, p_dR_bits,
                 chunk, row, length, HV, column, i_h * V + column, o_t, is_gradient,
                 tiles, s_state, s_out, bars, S0_v, S0_k, S_v, S_k,
                 V, K, HAS_S0, HAS_DS, STORE_DS0, STAGES, BUFFERS, PARTS, 0,
@@ -328,13 +353,13 @@ def walks(
     else:
         gl.warp_specialize([
             (_walk, (
-                d_states, d_U, d_dstates, d_dv, p_S0, p_dS, p_dv, p_dS0,
+                d_states, d_U, d_dstates, d_dv, p_S0, p_dS, p_dv, p_dS0, p_U_bits, p_dR_bits,
                 chunk, row, length, HV, column, i_h * V + column, o_t, is_gradient,
                 tiles, s_state, s_out, bars, S0_v, S0_k, S_v, S_k,
                 V, K, HAS_S0, HAS_DS, STORE_DS0, STAGES, BUFFERS, PARTS, 0,
             )),
             (_walk, (
-                d_states, d_U, d_dstates, d_dv, p_S0, p_dS, p_dv, p_dS0,
+                d_states, d_U, d_dstates, d_dv, p_S0, p_dS, p_dv, p_dS0, p_U_bits, p_dR_bits,
                 chunk, row, length, HV, column, i_h * V + column, o_t, is_gradient,
                 tiles, s_state, s_out, bars, S0_v, S0_k, S_v, S_k,
                 V, K, HAS_S0, HAS_DS, STORE_DS0, STAGES, BUFFERS, PARTS, 1,

@@ -44,7 +44,8 @@ from flash_kda.types import Inputs, Problem, Signature, gate_parameters
 
 # What is passed to the kernels, by the names of their parameters without ``p_``: to all, to the preparation and the
 # walks, and to the chunks and heads after them. The preparation clears the rows of o past the last sequence: dv's.
-_SHARED = ("q", "k", "g", "beta", "A_log", "dt_bias", "cu", "do", "dR", "states", "dstates", "U", "hard")
+_LEFT = ("states", "dstates", "U", "U_bits", "dR_bits", "hard")
+_SHARED = ("q", "k", "g", "beta", "A_log", "dt_bias", "cu", "do", "dR", *_LEFT)
 WALKS = (*_SHARED, "v", "S0", "dS", "o", "dv", "dS0")
 CHUNKS = (*_SHARED, "dq", "dk", "dg", "dbeta", "dA_part", "dbias_part")
 # Tokens that a program of the sums over value heads takes.
@@ -92,10 +93,13 @@ def _tile(config: Config) -> torch.dtype:
 def left_for_chunks(p: Problem, config: Config) -> Scratch:
     """What the walks leave for the chunks, and ``hard``, the preparation's."""
     chunks, tile = slots(p, config.C) * (p.HV or p.H), _tile(config)
+    bits = (chunks * 4 * p.V if config.split else 0, torch.int32)
     return {
         "states": (chunks * p.V * config.BK, tile),
         "dstates": (chunks * p.V * config.BK, tile),
         "U": (chunks * config.C * p.V, tile),
+        "U_bits": bits,
+        "dR_bits": bits,
         "hard": workspace(p)["hard"],
     }
 

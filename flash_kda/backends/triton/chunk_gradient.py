@@ -28,6 +28,7 @@ from flash_kda.backends.triton.common import (
     marks_of_program,
     prefetch,
     slots,
+    with_lost_bits,
 )
 
 
@@ -169,17 +170,46 @@ def gate_gradient(dg, g2, raw, a, bias, lower_bound, GATE: tl.constexpr):
 
 
 @triton.jit
+def _load_wide(p, p_bits, o_v, m_t, V: tl.constexpr, C: tl.constexpr):
+    """bfloat16 rows ``[C, BV]`` in float32 with the bits that the walks kept of what rounding lost."""
+    m = m_t[:, None] & (o_v < V)
+    token = tl.arange(0, C)[:, None]
+    words = tl.load(p_bits + o_v * 4 + token // 2 % 4, mask=m, other=0)
+    return with_lost_bits(tl.load(p + o_v, mask=m, other=0.0), words << (28 - token // 8 * 8 - token % 2 * 4) >> 28)
+
+
+@triton.jit
+def _store_beta_gradient(
+    dR_U, p_beta, p_dbeta, m_t,
+    BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr, LEAST_BETA: tl.constexpr,
+):  # fmt: skip
+    """From ``dR . U`` of each token ``[C]``.
+
+    dR = beta W and U = beta (R - P U) row by row: the gradient of beta is W (R - P U), their product over beta^2.
+    """
+    raw_beta = tl.load(p_beta, mask=m_t, other=0.0).to(tl.float32)
+    beta = at_least(activated_beta(raw_beta, BETA_IS_LOGIT, NEG_EIGVAL), LEAST_BETA)
+    dbeta = dR_U / beta / beta
+    if NEG_EIGVAL:
+        dbeta *= 2.0
+    if BETA_IS_LOGIT:
+        z = exp2(-tl.abs(raw_beta) * LOG2E)
+        dbeta *= z / ((1.0 + z) * (1.0 + z))
+    tl.store(p_dbeta, dbeta.to(p_dbeta.dtype.element_ty), mask=m_t)
+
+
+@triton.jit
 def _chunk(
     chunk, i_c, o_c, m_c, i_h, batch, start, first, length,
-    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_do, p_states, p_U, p_dstates, p_dR,
+    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_do, p_states, p_U, p_U_bits, p_dstates, p_dR, p_dR_bits,
     p_dq, p_dk, p_dq_part, p_dk_part, p_dg, p_dbeta, p_dA_part, p_dbias_part,
     q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, o_b, o_t, o_h,
     T, HV, GROUP, scale, lower_bound,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     GATE: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, QK_L2NORM: tl.constexpr,
     BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr,
-    GRADIENT_BC: tl.constexpr, GRADIENT_BV: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
-    LEAST_BETA: tl.constexpr, CHUNKS: tl.constexpr, WHOLE_ROWS: tl.constexpr,
+    GRADIENT_BC: tl.constexpr, GRADIENT_BV: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr, LEAST_BETA: tl.constexpr, CHUNKS: tl.constexpr, WHOLE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """What ``chunk_gradient`` stores of a chunk with tokens."""
     BC: tl.constexpr = GRADIENT_BC
@@ -197,6 +227,16 @@ def _chunk(
     p_do += batch * o_b + i_h * o_h + t[:, None] * o_t
     p_dR += batch * o_b + i_h * o_h + t[:, None] * o_t
     p_U += chunk * (C * V) + o_r[:, None] * V
+    p_beta += batch * beta_b + t * beta_t + i_h * beta_h
+    p_dbeta += (batch * T + t) * HV + i_h
+    if i_c == 0 and SPLIT:
+        # In a loop of its own and first, while registers are many.
+        dR_U = tl.zeros((C,), tl.float32)
+        for v in tl.range(0, V, GRADIENT_BV, num_stages=1):
+            o_v = v + tl.arange(0, GRADIENT_BV)[None, :]
+            wide_U = _load_wide(p_U, p_U_bits + chunk * (4 * V), o_v, m_t, V, C)
+            dR_U += tl.sum(_load_wide(p_dR, p_dR_bits + chunk * (4 * V), o_v, m_t, V, C) * wide_U, 1)
+        _store_beta_gradient(dR_U, p_beta, p_dbeta, m_t, BETA_IS_LOGIT, NEG_EIGVAL, LEAST_BETA)
     dM = tl.zeros((C, C), tl.float32)
     minus_dP = tl.zeros((C, C), tl.float32)
     for v in tl.range(0, V, GRADIENT_BV, num_stages=1):
@@ -208,18 +248,9 @@ def _chunk(
         dM = tl.dot(b_do, b_U, dM, input_precision=PRECISION)
         minus_dP = tl.dot(b_dR, b_U, minus_dP, input_precision=PRECISION)
 
-    if i_c == 0:
-        # dR = beta W and U = beta (R - P U) row by row: the gradient of beta is W (R - P U).
-        raw_beta = tl.load(p_beta + batch * beta_b + t * beta_t + i_h * beta_h, mask=m_t, other=0.0).to(tl.float32)
-        beta = at_least(activated_beta(raw_beta, BETA_IS_LOGIT, NEG_EIGVAL), LEAST_BETA)
-        dbeta = tl.sum(tl.where(row == column, minus_dP, 0.0), 1) / beta / beta
-        if NEG_EIGVAL:
-            dbeta *= 2.0
-        if BETA_IS_LOGIT:
-            z = exp2(-tl.abs(raw_beta) * LOG2E)
-            dbeta *= z / ((1.0 + z) * (1.0 + z))
-        i_beta = (batch * T + t) * HV + i_h
-        tl.store(p_dbeta + i_beta, dbeta.to(p_dbeta.dtype.element_ty), mask=m_t)
+    if i_c == 0 and not SPLIT:
+        dR_U = tl.sum(tl.where(row == column, minus_dP, 0.0), 1)
+        _store_beta_gradient(dR_U, p_beta, p_dbeta, m_t, BETA_IS_LOGIT, NEG_EIGVAL, LEAST_BETA)
 
     i_qk = i_h // GROUP
     t = t[:, None]
@@ -323,21 +354,22 @@ def _chunk(
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "GROUP", "lower_bound", "scale"])
 def chunk_gradient(
-    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_hard, p_do, p_states, p_U, p_dstates, p_dR,
+    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_hard, p_do, p_states, p_U, p_U_bits, p_dstates, p_dR, p_dR_bits,
     p_dq, p_dk, p_dq_part, p_dk_part, p_dg, p_dbeta, p_dA_part, p_dbias_part,
     q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, o_b, o_t, o_h,
     T, N, HV, GROUP, scale, lower_bound,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     GATE: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, QK_L2NORM: tl.constexpr,
     BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr, PACKED: tl.constexpr, SEARCH: tl.constexpr,
-    GRADIENT_BC: tl.constexpr, GRADIENT_BV: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
-    LEAST_BETA: tl.constexpr, CHUNKS: tl.constexpr, WHOLE_ROWS: tl.constexpr,
+    GRADIENT_BC: tl.constexpr, GRADIENT_BV: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr, LEAST_BETA: tl.constexpr, CHUNKS: tl.constexpr, WHOLE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """One (chunk, value head, block of GRADIENT_BC channels); of HARD chunks as ``prepare``.
 
     Args:
         p_hard: chunks that one anchor does not serve; see ``prepare``. CHUNKS: ALL, EASY or HARD.
-        p_do, p_dR: ``[B, T, HV, V]`` with the strides of o. p_states, p_U, p_dstates, p_dR: what the walks left.
+        p_do, p_dR: ``[B, T, HV, V]`` with the strides of o. p_states, p_U, p_U_bits, p_dstates, p_dR, p_dR_bits: what
+            the walks left.
         p_dq, p_dk: ``[B, T, H, K]``, written if WHOLE_ROWS: one program has all channels, and H is HV.
         p_dq_part, p_dk_part: ``[B, T, HV, K]`` float32, otherwise: gradients of q and k after the normalisation.
         p_dg: ``[B, T, HV, K]``, of the raw gate. p_dbeta: ``[B, T, HV]``.
@@ -345,7 +377,7 @@ def chunk_gradient(
     """
     BLOCKS: tl.constexpr = BK // GRADIENT_BC
     given = (
-        p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_do, p_states, p_U, p_dstates, p_dR,
+        p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_do, p_states, p_U, p_U_bits, p_dstates, p_dR, p_dR_bits,
         p_dq, p_dk, p_dq_part, p_dk_part, p_dg, p_dbeta, p_dA_part, p_dbias_part,
         q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, o_b, o_t, o_h,
         T, HV, GROUP, scale, lower_bound,
@@ -368,7 +400,7 @@ def chunk_gradient(
                 _chunk(
                     chunk, i_c, o_c, m_c, i_h, batch, start, first, length, *given,
                     K, V, C, BK, GATE, HAS_A_LOG, HAS_DT_BIAS, QK_L2NORM, BETA_IS_LOGIT, NEG_EIGVAL,
-                    GRADIENT_BC, GRADIENT_BV, TILE, PRECISION, LEAST_BETA, CHUNKS, WHOLE_ROWS,
+                    GRADIENT_BC, GRADIENT_BV, TILE, SPLIT, PRECISION, LEAST_BETA, CHUNKS, WHOLE_ROWS,
                 )  # fmt: skip
     else:
         pid = tl.program_id(0)
@@ -392,7 +424,7 @@ def chunk_gradient(
         _chunk(
             chunk, i_c, o_c, m_c, i_h, batch, start, first, length, *given,
             K, V, C, BK, GATE, HAS_A_LOG, HAS_DT_BIAS, QK_L2NORM, BETA_IS_LOGIT, NEG_EIGVAL,
-            GRADIENT_BC, GRADIENT_BV, TILE, PRECISION, LEAST_BETA, CHUNKS, WHOLE_ROWS,
+            GRADIENT_BC, GRADIENT_BV, TILE, SPLIT, PRECISION, LEAST_BETA, CHUNKS, WHOLE_ROWS,
         )  # fmt: skip
 
 

@@ -110,6 +110,24 @@ def at_least(beta, LEAST_BETA: tl.constexpr):
 
 
 @triton.jit
+def lost_bits(x, rounded):
+    """What float32 ``x`` lost when it was rounded to bfloat16: -8 to 7, in 15ths of a unit in the last place.
+
+    But for the sign, which both share, the bits of a float count its magnitude in units of the last place.
+    """
+    lost = x.to(tl.int32, bitcast=True) - rounded.to(tl.float32).to(tl.int32, bitcast=True)
+    # To the nearest. From -32768 to 32768, this is the largest that does not make 8 of the latter.
+    return (lost * 15 + 32767) >> 16
+
+
+@triton.jit
+def with_lost_bits(rounded, lost):
+    """float32 from a bfloat16 and what :func:`lost_bits` found. Zero and infinity stay, and a NaN is one still."""
+    bits = rounded.to(tl.float32).to(tl.int32, bitcast=True) + lost * 4369
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def token_of_row(C: tl.constexpr, SEGMENTS: tl.constexpr):
     """The token of a chunk that each row of its tiles holds, ``[C]``.
 

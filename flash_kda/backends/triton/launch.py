@@ -94,7 +94,7 @@ def _descriptor(matrix: Matrix, tensor: Tensor | None) -> Any:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    dtypes = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+    dtypes = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32, torch.int32: gl.int32}
     layout = gl.NVMMASharedLayout.get_default_for(list(matrix.block), dtypes[tensor.dtype])
     shape, strides = [matrix.rows, matrix.columns], [matrix.stride, 1]
     return TensorDescriptor(tensor, shape, strides, list(matrix.block), layout)

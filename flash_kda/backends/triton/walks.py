@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flash_kda.backends.triton.common import first_slot, token_of_row
+from flash_kda.backends.triton.common import first_slot, lost_bits, token_of_row
 
 
 @triton.jit
@@ -34,8 +34,20 @@ def _load_square(p, first_row, C: tl.constexpr, SPLIT: tl.constexpr):
 
 
 @triton.jit
+def _store_lost_bits(p_bits, x, rounded, o_v, V: tl.constexpr, C: tl.constexpr, SEGMENTS: tl.constexpr):
+    """What rounding ``[BV, C]`` lost, as words of eight tokens ``[BV, 4]``; see ``walks``."""
+    BV: tl.constexpr = x.shape[0]
+    lost = tl.reshape(lost_bits(x, rounded) & 15, (BV, C // SEGMENTS, SEGMENTS))
+    # In the order of time, and then by words.
+    lost = tl.reshape(tl.permute(lost, (0, 2, 1)), (BV, 4, 4, 2))
+    lost = tl.reshape(tl.permute(lost, (0, 2, 1, 3)), (BV, 4, 8))
+    words = tl.sum(lost << (4 * tl.arange(0, 8))[None, None, :], 2)
+    tl.store(p_bits + o_v[:, None] * 4 + tl.arange(0, 4)[None, :], words, mask=(o_v < V)[:, None])
+
+
+@triton.jit
 def _walk_states(
-    p_v, p_tiles, p_squares, p_decay, p_S0, p_states, p_U, v_t, S0_v, S0_k, length, chunk, HV, o_v,
+    p_v, p_tiles, p_squares, p_decay, p_S0, p_states, p_U, p_U_bits, v_t, S0_v, S0_k, length, chunk, HV, o_v,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, SEGMENTS: tl.constexpr,
     HAS_S0: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, WALK_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -73,13 +85,16 @@ def _walk_states(
             S = tl.dot((U - b_U.to(tl.float32)).to(TILE), K_end, S)
         p_U_row = p_U + chunk * (C * V) + o_time[:, None] * V + o_v[None, :]
         tl.store(p_U_row, tl.trans(b_U), mask=m_v[None, :] & (o_time >= 0)[:, None])
+        if SPLIT:
+            _store_lost_bits(p_U_bits + chunk * (4 * V), U, b_U, o_v, V, C, SEGMENTS)
         p_v_row += C * v_t
         chunk += HV
 
 
 @triton.jit
 def _walk_gradient(
-    p_tiles, p_squares, p_decay, p_do, p_dS, p_dstates, p_dR, p_dv, p_dS0, o_t, S_v, S_k, length, chunk, HV, o_v,
+    p_tiles, p_squares, p_decay, p_do, p_dS, p_dstates, p_dR, p_dR_bits, p_dv, p_dS0, o_t, S_v, S_k,
+    length, chunk, HV, o_v,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, SEGMENTS: tl.constexpr,
     HAS_DS: tl.constexpr, STORE_DS0: tl.constexpr, STORE_DR: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr, WALK_STAGES: tl.constexpr,
@@ -116,13 +131,20 @@ def _walk_gradient(
         M_T, M_lost = _load_square(p_square, C, C, SPLIT)
         decay = tl.load(p_decay + chunk * BK + o_k)
         b_D = D.to(TILE)
+        if SPLIT:
+            # Where few tokens have most of dbeta, what the rounding of D lost would be most of its error.
+            X = tl.dot((D - b_D.to(tl.float32)).to(TILE), tl.trans(K_end))
+            X = tl.dot(b_D, tl.trans(K_end), X)
+        else:
+            X = tl.dot(b_D, tl.trans(K_end), input_precision=PRECISION)
+        # Before the products it would make more spill, and so would they in the other order.
         tl.store(p_dstates + chunk * (V * BK) + o_v[:, None] * BK + o_k[None, :], b_D, mask=m_v[:, None])
-        X = tl.dot(b_D, tl.trans(K_end), input_precision=PRECISION).to(TILE)
+        b_X = X.to(TILE)
         dR = tl.dot(b_do, M_T, input_precision=PRECISION)
         if SPLIT:
             dR = tl.dot(b_do, M_lost, dR)
-            dR = tl.dot(X, T_lost, dR)
-        dR = tl.dot(X, T_beta, dR, input_precision=PRECISION)
+            dR = tl.dot(b_X, T_lost, dR)
+        dR = tl.dot(b_X, T_beta, dR, input_precision=PRECISION)
         b_dR = dR.to(TILE)
         D = tl.dot(b_do, Q_plus, D * decay[None, :], input_precision=PRECISION)
         D = tl.dot(b_dR, minus_K_plus, D, input_precision=PRECISION)
@@ -132,6 +154,8 @@ def _walk_gradient(
         tl.store(p_dv + o_row, dR_rows.to(p_dv.dtype.element_ty), mask=m)
         if STORE_DR:
             tl.store(p_dR + o_row, dR_rows.to(TILE), mask=m)
+        if SPLIT:
+            _store_lost_bits(p_dR_bits + chunk * (4 * V), dR, b_dR, o_v, V, C, SEGMENTS)
         chunk -= HV
     if STORE_DS0:
         tl.store(p_dS0 + o_S, D.to(p_dS0.dtype.element_ty), mask=m_S)
@@ -139,7 +163,8 @@ def _walk_gradient(
 
 @triton.jit(do_not_specialize=["T", "N", "HV"])
 def walks(
-    p_v, p_cu, p_tiles, p_squares, p_decay, p_S0, p_states, p_U, p_do, p_dS, p_dstates, p_dR, p_dv, p_dS0,
+    p_v, p_cu, p_tiles, p_squares, p_decay, p_S0, p_states, p_U, p_U_bits,
+    p_do, p_dS, p_dstates, p_dR, p_dR_bits, p_dv, p_dS0,
     v_b, v_t, v_h, o_b, o_t, o_h, S0_n, S0_h, S0_v, S0_k, S_n, S_h, S_v, S_k,
     T, N, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, SEGMENTS: tl.constexpr, BV: tl.constexpr,
@@ -157,6 +182,9 @@ def walks(
         p_dS, p_dS0: gradients of the final and of the initial states, with the strides of S.
         p_dstates: ``[slots, HV, V, BK]`` in TILE, D transposed.
         p_dR: as dv in TILE, stored if STORE_DR: otherwise it is dv.
+        p_U_bits, p_dR_bits: ``[slots, HV, V, 4]`` int32, stored if SPLIT: of each token and column four bits of what
+            rounding to bfloat16 lost. Bits ``4 (2 j + b)`` and up of word a are those of the chunk's token
+            ``8 j + 2 a + b`` in the order of time, as a thread has them in a row of an accumulator.
         The others: see ``prepare`` and ``recurrence``.
     """
     PARTS: tl.constexpr = (V + BV - 1) // BV
@@ -171,14 +199,14 @@ def walks(
         p_v += batch * v_b + start * v_t + i_h * v_h
         p_S0 += n * S0_n + i_h * S0_h
         _walk_states(
-            p_v, p_tiles, p_squares, p_decay, p_S0, p_states, p_U, v_t, S0_v, S0_k, length, chunk, HV, o_v,
+            p_v, p_tiles, p_squares, p_decay, p_S0, p_states, p_U, p_U_bits, v_t, S0_v, S0_k, length, chunk, HV, o_v,
             K, V, C, BK, SEGMENTS, HAS_S0, TILE, SPLIT, PRECISION, WALK_STAGES,
         )  # fmt: skip
     else:
         o_row = batch * o_b + start * o_t + i_h * o_h
         o_S = n * S_n + i_h * S_h
         _walk_gradient(
-            p_tiles, p_squares, p_decay, p_do + o_row, p_dS + o_S, p_dstates, p_dR + o_row, p_dv + o_row, p_dS0 + o_S,
-            o_t, S_v, S_k, length, chunk, HV, o_v,
+            p_tiles, p_squares, p_decay, p_do + o_row, p_dS + o_S, p_dstates, p_dR + o_row, p_dR_bits, p_dv + o_row,
+            p_dS0 + o_S, o_t, S_v, S_k, length, chunk, HV, o_v,
             K, V, C, BK, SEGMENTS, HAS_DS, STORE_DS0, STORE_DR, TILE, SPLIT, PRECISION, WALK_STAGES,
         )  # fmt: skip
