@@ -144,7 +144,9 @@ def test_segments_cover_all_tokens_and_fill_the_device() -> None:
         later = later_segments(p, tokens)
         assert (later + 1) * tokens >= T
         assert later * H * 2 <= DEVICE.multiprocessors
-        assert tokens - hopper_config.CHUNK <= T / (DEVICE.multiprocessors // (2 * H) + 0.8)
+        # No fewer than fit, unless the scan over them would take longer than the walks.
+        most = min(DEVICE.multiprocessors // (2 * H), math.isqrt(T // hopper_config.SCAN_STEP))
+        assert tokens - hopper_config.CHUNK <= T / (most + 0.8)
 
 
 # Compilation without a GPU.
@@ -357,6 +359,7 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
     monkeypatch.setattr(hopper_config, "LEAST_TOKENS", 96 if request.param else math.inf)
     monkeypatch.setattr(hopper_config, "LEAST_AVERAGE", 0)
+    monkeypatch.setattr(hopper_config, "SCAN_STEP", 1)
     monkeypatch.setattr(forward, "LEAST_SEGMENT", 32)
     for cache in (configure, forward.plan):
         cache.cache_clear()

@@ -129,7 +129,7 @@ def walked(lengths: tuple[int, ...], T: int, segment: int, *, packed: bool) -> d
     found: dict[str, list[Walk]] = {}
     launches = (
         ("WHOLE", recurrence.WHOLE, 1, N * splits),
-        ("MAP", recurrence.MAP, splits, 3 * later + (N if packed else 0)),
+        ("MAP", recurrence.MAP, splits, 3 * later + N if packed else 2 * later - N),
         ("APPLY", recurrence.APPLY, 1, later * splits),
     )
     with pytest.MonkeyPatch.context() as patch:

@@ -264,6 +264,7 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
     monkeypatch.setattr(hopper_config, "LEAST_TOKENS", 96 if request.param else math.inf)
     monkeypatch.setattr(hopper_config, "LEAST_AVERAGE", 0)
+    monkeypatch.setattr(hopper_config, "SCAN_STEP", 1)
     monkeypatch.setattr(forward, "LEAST_SEGMENT", 32)
     configure.cache_clear()
     forget()

@@ -79,6 +79,7 @@ def test_cases_cover_the_configurations_for_hopper(monkeypatch: pytest.MonkeyPat
             if run.cut:
                 patch.setattr(config, "LEAST_TOKENS", 96)
                 patch.setattr(config, "LEAST_AVERAGE", 0)
+                patch.setattr(config, "SCAN_STEP", 1)
             device = replace(H200, multiprocessors=run.multiprocessors or H200.multiprocessors)
             config.configure.cache_clear()
             found[run.name] = config.configure(problem_of(run), device)

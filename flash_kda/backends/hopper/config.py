@@ -42,6 +42,8 @@ MAPS = 3
 LEAST_LATER, LEAST_TOKENS = 2, 4096
 # Packed sequences may be cut into segments as short as this.
 LEAST_SEGMENT = 512
+# The scan over segments takes as long for each as the two walks for so many tokens.
+SCAN_STEP = 52
 # Where sequences are packed their lengths are not known here: many short ones are taken for all short.
 LEAST_AVERAGE = 512
 
@@ -49,12 +51,13 @@ LEAST_AVERAGE = 512
 def segment(problem: Problem, device: Device) -> int | None:
     """Most tokens of a segment where walks of whole sequences would leave most multiprocessors idle, otherwise None.
 
-    The later segments, all but each sequence's first, are one round of walks. Of packed sequences one may hold all
-    tokens, and this is for that; the device, which knows their lengths, may cut them shorter.
+    The later segments, all but each sequence's first, are one round of walks at most. Of packed sequences one may hold
+    all tokens, and this is for that; the device, which knows their lengths, may cut them shorter.
     """
     p = problem
     walks = (1 if p.packed else p.B) * (p.HV or p.H) * (p.V // BV)
-    later = device.multiprocessors // walks
+    # With n segments the walks take T / n and the scan SCAN_STEP n: the sum is least where both are equal.
+    later = min(device.multiprocessors // walks, math.isqrt(p.T // SCAN_STEP))
     is_short = p.packed and LEAST_AVERAGE * (p.N or 1) > p.T
     if p.V != p.K or later < LEAST_LATER or p.T < LEAST_TOKENS or is_short:
         return None

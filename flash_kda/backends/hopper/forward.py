@@ -126,8 +126,9 @@ def describe(
         own = {"MODE": MAP.value, "PARTS": K // BV}
         if p.packed:
             launches.append(Launch(cut_sequences, 1, values, {"num_warps": 4}))
-        programs = (3 * later + (N if p.packed else 0)) * HV
-        launches.append(Launch(walk, programs, values | own, {"num_warps": 4}, walked))
+        # See ``recurrence.place``.
+        programs = 3 * later + N if p.packed else 2 * later - N
+        launches.append(Launch(walk, programs * HV, values | own, {"num_warps": 4}, walked))
         scans = (later if p.packed else N) * HV * K // SCAN_BV
         launches.append(Launch(scan_segments, scans, values, {"num_warps": 8}))
     launches.append(Launch(walk, walks * HV * p.V // (BV * config.parts), values, options, walked))

@@ -296,8 +296,9 @@ def place(
 ):  # fmt: skip
     """What a program walks along.
 
-    Programs of MAP are B of the later segments, A of them, first segments at the numbers of their second ones, and
-    then, if PACKED, the sequences that are not cut: these may be many, and the others take long.
+    Programs of MAP are first segments, then B of the later ones that another follows, then A of these. If PACKED they
+    are B of all later segments, A of all, first ones at the numbers of their second ones, and then the sequences that
+    are not cut: these may be many, and the others take long.
 
     Returns:
         Its head, part of V and sequence; where among the maps its own is; batch row, first slot, first token and count
@@ -311,26 +312,32 @@ def place(
     is_first = MODE != APPLY
     is_map = False
     is_whole = False
-    if MODE == MAP:
+    i_later = 0
+    if MODE == MAP and PACKED:
         role = gl.minimum(rest // (LATER * HV), 3)
         rest -= role * (LATER * HV)
         is_map = role == 1
         is_first = role >= 2
         is_whole = role == 3
+    elif MODE != WHOLE and not PACKED:
+        per_row = LATER // N
+        i_later = rest // (N * HV)
+        rest %= N * HV
+        if MODE == MAP:
+            is_first = i_later == 0
+            is_map = i_later >= per_row
+            i_later = gl.maximum(i_later - gl.where(is_map, per_row, 1), 0)
     i_h = rest % HV
-    number = (rest // HV).to(gl.int64)
-    n = number
-    i_later = 0
+    n = (rest // HV).to(gl.int64)
+    number = n
     if MODE != WHOLE:
         if PACKED:
             SEGMENT = gl.load(p_cuts)
-            at = gl.where(is_whole, 0, number)
-            n = gl.where(is_whole, number, gl.load(p_cuts + 1 + at))
-            i_later = gl.load(p_cuts + 1 + LATER + at)
+            number = gl.where(is_whole, 0, number)
+            n = gl.where(is_whole, n, gl.load(p_cuts + 1 + number))
+            i_later = gl.load(p_cuts + 1 + LATER + number)
         else:
-            per_row = LATER // N
-            n = number // per_row
-            i_later = (number % per_row).to(gl.int32)
+            number = n * per_row + i_later
     if PACKED:
         start = gl.load(p_cu + n).to(gl.int64)
         whole = (gl.load(p_cu + n + 1) - start).to(gl.int32)
