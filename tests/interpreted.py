@@ -248,9 +248,8 @@ def cuts(dtype: torch.dtype) -> None:
         cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype)
         found = torch.full((1 + 2 * later,), -7, dtype=torch.int32)
         numbers = 1 << (later - 1).bit_length()
-        cut_sequences[(1,)](
-            cu, found, len(lengths), segment, later, C=32, LEAST_SEGMENT=least, BLOCK=8, NUMBERS=numbers
-        )
+        constants = {"C": 32, "LEAST_SEGMENT": least, "COUNTED": 16, "NUMBERED": 8, "NUMBERS": numbers}
+        cut_sequences[(1,)](cu, found, len(lengths), segment, later, **constants)
         assert found.tolist() == cuts_of(lengths, segment, later, least), (lengths, later, least)
 
 

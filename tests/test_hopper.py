@@ -126,7 +126,8 @@ def test_copyable(spoil: Any, copyable: bool) -> None:
         (Problem(T=4095, H=8), (1, None)),
         (Problem(T=65536, H=8, V=256), (1, None)),
         (Problem(T=73600, H=8, N=64, packed=True), (1, 8384)),
-        (Problem(T=8192, H=8, N=64, packed=True), (2, None)),
+        (Problem(T=8292, H=12, N=101, packed=True), (1, 1440)),
+        (Problem(T=8192, H=8, N=129, packed=True), (2, None)),
     ],
     ids=str,
 )

@@ -44,8 +44,9 @@ LEAST_LATER, LEAST_TOKENS = 2, 4096
 LEAST_SEGMENT = 512
 # The scan over segments takes as long for each as the two walks for so many tokens.
 SCAN_STEP = 52
-# Where sequences are packed their lengths are not known here: many short ones are taken for all short.
-LEAST_AVERAGE = 512
+# Where sequences are packed their lengths are not known here: very many short ones are taken for all short, which the
+# launches for longer ones would only delay. Otherwise one may be long, and would take long as a whole.
+LEAST_AVERAGE = 64
 
 
 def segment(problem: Problem, device: Device) -> int | None:

@@ -24,8 +24,8 @@ from flash_kda.types import Inputs, Layout, Maybe, Runner, Signature
 
 # Value columns of a program of the scan over segments.
 SCAN_BV = 16
-# Sequences that the program which cuts them looks at at a time.
-CUT_BLOCK = 64
+# Sequences whose segments are counted, and numbered, at a time, and warps for it.
+COUNTED, NUMBERED, CUT_WARPS = 1024, 64, 8
 
 
 def rows_of(call: Signature, name: str, block: tuple[int, int]) -> Matrix:
@@ -109,7 +109,8 @@ def describe(
         "SEGMENT": config.segment or 0,
         "LATER": later,
         "LEAST_SEGMENT": LEAST_SEGMENT,
-        "BLOCK": CUT_BLOCK,
+        "COUNTED": COUNTED,
+        "NUMBERED": NUMBERED,
         "NUMBERS": triton.next_power_of_2(max(later, 1)),
         "MODE": WHOLE.value if config.segment is None else APPLY.value,
         "SCAN_BV": SCAN_BV,
@@ -125,7 +126,7 @@ def describe(
         walks = later
         own = {"MODE": MAP.value, "PARTS": K // BV}
         if p.packed:
-            launches.append(Launch(cut_sequences, 1, values, {"num_warps": 4}))
+            launches.append(Launch(cut_sequences, 1, values, {"num_warps": CUT_WARPS}))
         # See ``recurrence.place``.
         programs = 3 * later + N if p.packed else 2 * later - N
         launches.append(Launch(walk, programs * HV, values | own, {"num_warps": 4}, walked))

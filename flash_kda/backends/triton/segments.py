@@ -17,7 +17,7 @@ def _later_segments(p_cu, n, N, segment):
 @triton.jit(do_not_specialize=["N", "SEGMENT", "LATER"])
 def cut_sequences(
     p_cu, p_cuts, N, SEGMENT, LATER,
-    C: tl.constexpr, LEAST_SEGMENT: tl.constexpr, BLOCK: tl.constexpr, NUMBERS: tl.constexpr,
+    C: tl.constexpr, LEAST_SEGMENT: tl.constexpr, COUNTED: tl.constexpr, NUMBERED: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
     """Cut packed sequences into the shortest segments of which no more than LATER are not a sequence's first.
 
@@ -27,26 +27,28 @@ def cut_sequences(
             segment, numbered in the order of tokens, its sequence; how many of that sequence's are before it, or -1
             where there are not so many.
         SEGMENT: tokens of a segment that are enough for any lengths. LEAST_SEGMENT: the fewest that it may have.
-        BLOCK: sequences looked at at a time. NUMBERS: a power of two that is at least LATER.
+        COUNTED, NUMBERED: sequences whose segments are counted, and numbered, at a time. NUMBERS: a power of two that
+            is at least LATER.
     """
-    o = tl.arange(0, BLOCK)
+    o = tl.arange(0, COUNTED)
     low = tl.minimum(LEAST_SEGMENT, SEGMENT) // C
     high = SEGMENT // C
     while low < high:
         middle = (low + high) // 2
         count = 0
-        for first in range(0, N, BLOCK):
+        for first in range(0, N, COUNTED):
             count += tl.sum(_later_segments(p_cu, first + o, N, middle * C), 0)
         if count <= LATER:
             high = middle
         else:
             low = middle + 1
     tl.store(p_cuts, high * C)
+    o = tl.arange(0, NUMBERED)
     number = tl.arange(0, NUMBERS)
     n = tl.zeros((NUMBERS,), tl.int32)
     before = tl.zeros((NUMBERS,), tl.int32)
     end = 0
-    for first in range(0, N, BLOCK):
+    for first in range(0, N, NUMBERED):
         later = _later_segments(p_cu, first + o, N, high * C)
         # Of sequences with all of their later segments before a number.
         passed = ((end + tl.cumsum(later, 0))[:, None] <= number[None, :]) & (first + o < N)[:, None]
