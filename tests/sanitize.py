@@ -230,7 +230,7 @@ def configured(run: Run) -> Iterator[None]:
                 if hasattr(module, "device_facts"):
                     patch(mock.patch.object(module, "device_facts", seen))
         if run.cut:
-            patch(mock.patch.multiple(config, LEAST_TOKENS=96, LEAST_AVERAGE=0, SCAN_STEP=1))
+            patch(mock.patch.multiple(config, LEAST_SAVED=64, LEAST_SAVED_OF_PACKED=64, SCAN_STEP=1))
             from flash_kda.backends.hopper import forward
 
             patch(mock.patch.object(forward, "LEAST_SEGMENT", 32))

@@ -123,11 +123,13 @@ def test_copyable(spoil: Any, copyable: bool) -> None:
         (Problem(T=8192, H=33), (1, 2944)),
         (Problem(T=8192, H=34), (1, None)),
         (Problem(T=65536, H=8), (1, 7456)),
-        (Problem(T=4095, H=8), (1, None)),
+        (Problem(T=2048, H=8), (1, None)),
+        (Problem(T=4096, H=8), (1, 480)),
+        (Problem(T=4096, H=32), (1, None)),
         (Problem(T=65536, H=8, V=256), (1, None)),
         (Problem(T=73600, H=8, N=64, packed=True), (1, 8384)),
         (Problem(T=8292, H=12, N=101, packed=True), (1, 1440)),
-        (Problem(T=8192, H=8, N=129, packed=True), (2, None)),
+        (Problem(T=8192, H=32, N=32, packed=True), (2, None)),
     ],
     ids=str,
 )
@@ -137,7 +139,7 @@ def test_configure(problem: Problem, expected: tuple[int, int | None]) -> None:
 
 
 def test_segments_cover_all_tokens_and_fill_the_device() -> None:
-    for T, H, packed in itertools.product((4096, 4097, 10000, 2**20), (1, 2, 8, 22), (False, True)):
+    for T, H, packed in itertools.product((8192, 8193, 10000, 2**20), (1, 2, 8, 16), (False, True)):
         p = Problem(T=T, H=H, N=3 if packed else None, packed=packed)
         tokens = segment(p, DEVICE)
         assert tokens is not None
@@ -146,7 +148,8 @@ def test_segments_cover_all_tokens_and_fill_the_device() -> None:
         assert (later + 1) * tokens >= T
         assert later * H * 2 <= DEVICE.multiprocessors
         # No fewer than fit, unless the scan over them would take longer than the walks.
-        most = min(DEVICE.multiprocessors // (2 * H), math.isqrt(T // hopper_config.SCAN_STEP))
+        least = math.sqrt(hopper_config.TWO_WALKS * T / hopper_config.SCAN_STEP)
+        most = min(DEVICE.multiprocessors // (2 * H), math.floor(least))
         assert tokens - hopper_config.CHUNK <= T / (most + 0.8)
 
 
@@ -358,8 +361,8 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     """Whether sequences are cut into the shortest segments that fill the device."""
     from flash_kda.backends.hopper import forward
 
-    monkeypatch.setattr(hopper_config, "LEAST_TOKENS", 96 if request.param else math.inf)
-    monkeypatch.setattr(hopper_config, "LEAST_AVERAGE", 0)
+    for name in ("LEAST_SAVED", "LEAST_SAVED_OF_PACKED"):
+        monkeypatch.setattr(hopper_config, name, 64 if request.param else math.inf)
     monkeypatch.setattr(hopper_config, "SCAN_STEP", 1)
     monkeypatch.setattr(forward, "LEAST_SEGMENT", 32)
     for cache in (configure, forward.plan):

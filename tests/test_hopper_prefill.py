@@ -262,8 +262,8 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     """Whether sequences are cut into the shortest segments that fill the device."""
     from flash_kda.backends.hopper import forward
 
-    monkeypatch.setattr(hopper_config, "LEAST_TOKENS", 96 if request.param else math.inf)
-    monkeypatch.setattr(hopper_config, "LEAST_AVERAGE", 0)
+    for name in ("LEAST_SAVED", "LEAST_SAVED_OF_PACKED"):
+        monkeypatch.setattr(hopper_config, name, 64 if request.param else math.inf)
     monkeypatch.setattr(hopper_config, "SCAN_STEP", 1)
     monkeypatch.setattr(forward, "LEAST_SEGMENT", 32)
     configure.cache_clear()

@@ -77,9 +77,8 @@ def test_cases_cover_the_configurations_for_hopper(monkeypatch: pytest.MonkeyPat
     for run in HOPPER:
         with monkeypatch.context() as patch:
             if run.cut:
-                patch.setattr(config, "LEAST_TOKENS", 96)
-                patch.setattr(config, "LEAST_AVERAGE", 0)
-                patch.setattr(config, "SCAN_STEP", 1)
+                for name, value in (("LEAST_SAVED", 64), ("LEAST_SAVED_OF_PACKED", 64), ("SCAN_STEP", 1)):
+                    patch.setattr(config, name, value)
             device = replace(H200, multiprocessors=run.multiprocessors or H200.multiprocessors)
             config.configure.cache_clear()
             found[run.name] = config.configure(problem_of(run), device)

@@ -38,15 +38,13 @@ class HopperConfig:
 OF_FIRST, OF_LATER = 4, 5
 # Matrices [K, K] for each later segment: the state before it, and two of what it does to a state.
 MAPS = 3
-# Cutting makes two walks of one and a scan between them: it takes two later segments and long sequences to pay.
-LEAST_LATER, LEAST_TOKENS = 2, 4096
 # Packed sequences may be cut into segments as short as this.
 LEAST_SEGMENT = 512
-# The scan over segments takes as long for each as the two walks for so many tokens.
-SCAN_STEP = 52
-# Where sequences are packed their lengths are not known here: very many short ones are taken for all short, which the
-# launches for longer ones would only delay. Otherwise one may be long, and would take long as a whole.
-LEAST_AVERAGE = 64
+# In tokens of one walk: what the two walks of a segment take for each of its tokens, and the scan for each segment.
+TWO_WALKS, SCAN_STEP = 2.1, 108
+# The tokens that cutting must save, since launches and short walks take longer than that, and where sequences are
+# packed: if all are short, nothing is saved, and the launches for longer ones take as long as 800.
+LEAST_SAVED, LEAST_SAVED_OF_PACKED = 1000, 2600
 
 
 def segment(problem: Problem, device: Device) -> int | None:
@@ -57,12 +55,16 @@ def segment(problem: Problem, device: Device) -> int | None:
     """
     p = problem
     walks = (1 if p.packed else p.B) * (p.HV or p.H) * (p.V // BV)
-    # With n segments the walks take T / n and the scan SCAN_STEP n: the sum is least where both are equal.
-    later = min(device.multiprocessors // walks, math.isqrt(p.T // SCAN_STEP))
-    is_short = p.packed and LEAST_AVERAGE * (p.N or 1) > p.T
-    if p.V != p.K or later < LEAST_LATER or p.T < LEAST_TOKENS or is_short:
+    # With n segments the walks take T / n and the scan n: the sum is least where both are equal.
+    later = min(device.multiprocessors // walks, math.isqrt(int(TWO_WALKS * p.T / SCAN_STEP)))
+    if p.V != p.K or later < 2:
         return None
-    return math.ceil(OF_LATER * p.T / (OF_LATER * later + OF_FIRST) / CHUNK) * CHUNK
+    # A first segment has fewer tokens than the later ones.
+    tokens = p.T / (later + OF_FIRST / OF_LATER)
+    saved = p.T - TWO_WALKS * tokens - SCAN_STEP * later
+    if saved < (LEAST_SAVED_OF_PACKED if p.packed else LEAST_SAVED):
+        return None
+    return math.ceil(tokens / CHUNK) * CHUNK
 
 
 def later_segments(problem: Problem, tokens: int) -> int:
