@@ -19,13 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flash_kda.backends.hopper.common import layout_of_bits, lost_bits_of_words, pair, sequence_of_slot
 from flash_kda.backends.hopper.prepare import PLAIN, locate, to_float
-from flash_kda.backends.triton.chunk_gradient import gate_gradient
+from flash_kda.backends.triton.chunk_gradient import beta_gradient, gate_gradient
 from flash_kda.backends.triton.common import (
     EASY,
     L2NORM_EPS,
-    LOG2E,
-    activated_beta,
-    at_least,
     exp2,
     log2_decay,
     reciprocal,
@@ -354,13 +351,7 @@ def _chunk(
     raw_beta = s_beta.index(stage).load(OF_LANE)
     gl.thread_barrier()
     mbarrier.arrive(bar_free.index(stage), count=1)
-    # dR = beta W and U = beta (R - P U) row by row: the gradient of beta is W (R - P U), their product over beta^2.
-    beta = at_least(activated_beta(raw_beta, True, NEG_EIGVAL), LEAST_BETA)
-    dbeta = gl.sum(s_dR_U.load(LANE_SUMS), 0) / beta / beta
-    if NEG_EIGVAL:
-        dbeta *= 2.0
-    z = exp2(-gl.abs(raw_beta) * LOG2E)
-    dbeta *= z / ((1.0 + z) * (1.0 + z))
+    dbeta = beta_gradient(gl.sum(s_dR_U.load(LANE_SUMS), 0), raw_beta, True, NEG_EIGVAL, LEAST_BETA)
     o_lane = gl.arange(0, C, OF_LANE)
     p_to = p_dbeta + (row + o_lane).to(gl.int64) * HV + i_h
     gl.store(p_to, dbeta.to(p_dbeta.dtype.element_ty), mask=o_lane <= last)

@@ -179,22 +179,30 @@ def _load_wide(p, p_bits, o_v, m_t, V: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _store_beta_gradient(
-    dR_U, p_beta, p_dbeta, m_t,
-    BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr, LEAST_BETA: tl.constexpr,
+def beta_gradient(
+    dR_U, raw, BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr, LEAST_BETA: tl.constexpr
 ):  # fmt: skip
-    """From ``dR . U`` of each token ``[C]``.
+    """Gradient of what beta is made from, ``raw``, from ``dR . U`` of each token.
 
     dR = beta W and U = beta (R - P U) row by row: the gradient of beta is W (R - P U), their product over beta^2.
     """
-    raw_beta = tl.load(p_beta, mask=m_t, other=0.0).to(tl.float32)
-    beta = at_least(activated_beta(raw_beta, BETA_IS_LOGIT, NEG_EIGVAL), LEAST_BETA)
+    beta = at_least(activated_beta(raw, BETA_IS_LOGIT, NEG_EIGVAL), LEAST_BETA)
     dbeta = dR_U / beta / beta
     if NEG_EIGVAL:
         dbeta *= 2.0
     if BETA_IS_LOGIT:
-        z = exp2(-tl.abs(raw_beta) * LOG2E)
+        z = exp2(-tl.abs(raw) * LOG2E)
         dbeta *= z / ((1.0 + z) * (1.0 + z))
+    return dbeta
+
+
+@triton.jit
+def _store_beta_gradient(
+    dR_U, p_beta, p_dbeta, m_t,
+    BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr, LEAST_BETA: tl.constexpr,
+):  # fmt: skip
+    raw = tl.load(p_beta, mask=m_t, other=0.0).to(tl.float32)
+    dbeta = beta_gradient(dR_U, raw, BETA_IS_LOGIT, NEG_EIGVAL, LEAST_BETA)
     tl.store(p_dbeta, dbeta.to(p_dbeta.dtype.element_ty), mask=m_t)
 
 
