@@ -112,11 +112,11 @@ def _walk(
     step = o_t.to(gl.int64)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
+    if MODE == MAP:
+        # What a later segment does to any state meets no checkpoint.
+        entries = gl.where(is_first, entries, 0)
     if CHECKPOINTS:
         i_c, end_c, checkpoint = _first_checkpoint(p_ends, ends_n, p_offset, offset_n, entries, n, offset, whole)
-        if MODE == MAP:
-            # What a later segment does to any state meets no checkpoint.
-            checkpoint = gl.where(is_first, checkpoint, NEVER)
         done = length * 0
         while done < length:
             # To the checkpoint, or to before the chunk that it lies in.
@@ -165,8 +165,6 @@ def _walk(
         checkpoint = length * 0 + NEVER
         if CHECKPOINTS:
             i_c, end_c, checkpoint = _first_checkpoint(p_ends, ends_n, p_offset, offset_n, entries, n, offset, whole)
-            if MODE == MAP:
-                checkpoint = gl.where(is_first, checkpoint, NEVER)
         t = length * 0
         while t < length:
             stop = gl.minimum(checkpoint, length)
