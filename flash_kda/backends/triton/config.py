@@ -20,7 +20,7 @@ MOST_LOOKED_AT = 32
 # What stands for a smaller beta where gradients are to follow: far below what any of them notices, and its square is a
 # normal number.
 LEAST_BETA = 2.0**-30
-# Tokens x value heads whose states and tiles a backward has in memory at a time: 1.7 GB of them at K = V = 128.
+# Tokens x value heads whose states and tiles a backward has in memory at a time: 1.8 GB of them at K = V = 128.
 MOST_GRADIENT_ROWS = 2**19
 
 
