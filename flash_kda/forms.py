@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +12,11 @@ from torch import Tensor
 
 from flash_kda import dispatch
 from flash_kda.types import Gate
+
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # of a torch without it: keys tell all the same
+    TensorGuards = None  # type: ignore[assignment,misc]
 
 R = TypeVar("R")
 
@@ -29,16 +35,51 @@ class Form:
         self.known: tuple[str, Callable[[Any, Tensor | None, Tensor | None], Any]] | None = None
 
 
+class Recent:
+    """A call of a known form, by which the next of that form is recognised without a key.
+
+    torch compares tensors with what it noted of others in a third of the time that their part of a key takes. It looks
+    at more than a key holds, such as inference mode: whoever is not recognised may be of the form all the same.
+    """
+
+    def __init__(
+        self, found: Form, types: list[type], others: tuple[Any, ...], given: tuple[Tensor | None, ...]
+    ) -> None:
+        present = [i for i, x in enumerate(given) if x is not None]
+        absent = [i for i, x in enumerate(given) if x is None]
+        self.form, self.types, self.others = found, types, others
+        self.present = itemgetter(*present)
+        self.absent = itemgetter(*absent) if absent else _nothing
+        self.none = self.absent((None,) * len(given))
+        noted = TensorGuards(*self.present(given), dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        self.looks_alike: Callable[..., bool] = noted.check
+
+
+def _nothing(given: tuple[Any, ...]) -> None:
+    """In place of the entries that are None, where none is."""
+
+
+def _noted(found: Form, *of_call: Any) -> Recent | None:
+    """A recent call, or None where torch has no such comparison or not of such tensors."""
+    if TensorGuards is None:
+        return None
+    try:
+        return Recent(found, *of_call)
+    except (TypeError, RuntimeError):
+        return None
+
+
 form = lru_cache(maxsize=4096)(Form)
 # The last call's, since most calls are like the one before: to compare takes half the time of finding it.
 _last = Form()
+_recent: Recent | None = None
 
 
 def forget() -> None:
     """Forget all forms."""
-    global _last
+    global _last, _recent
     form.cache_clear()
-    _last = Form()
+    _last, _recent = Form(), None
 
 
 def run(
@@ -60,34 +101,50 @@ def run(
         differentiable: whether that function of a call that wants gradients gives them; otherwise such calls are
             checked every time.
     """
-    global _last
+    global _last, _recent
     A_log, dt_bias = getattr(gate, "A_log", None), getattr(gate, "dt_bias", None)
+    given = (*tensors, A_log, dt_bias)
+    is_taped = torch.is_grad_enabled()
     found: Form | None = None
+    recent = _recent
     try:
-        others = (getattr(gate, "lower_bound", None), *options, backend)
         # An option that is 1 and not True is another. Types come first, so that only values of one type are compared.
-        key: list[Any] = [kind, type(gate), *map(type, others), *others]
-        wanted, is_taped, add = False, torch.is_grad_enabled(), key.append
-        for x in (*tensors, A_log, dt_bias):
-            if x is None:
-                add(None)
-            else:
-                add(x.shape)
-                # Where a tensor is contiguous its shape says all that its strides do.
-                add(x.is_contiguous() or x.stride())
-                add(x.dtype)
-                add(x.device)
-                if is_taped and x.requires_grad:
-                    wanted = True
-        if differentiable or not wanted:
-            add(wanted)
-            last = _last
-            if key != last.key:
-                last = form(*key)
-            _last = found = last
-    except (AttributeError, TypeError, RuntimeError):
-        pass  # something is no tensor or no number: the checks will say what
+        others = (kind, type(gate), getattr(gate, "lower_bound", None), *options, backend, is_taped)
+        types = [*map(type, others)]
+        if (
+            recent is not None
+            and types == recent.types
+            and others == recent.others
+            and recent.absent(given) == recent.none
+            and recent.looks_alike(*recent.present(given))
+        ):
+            found = recent.form
+        else:
+            recent = None
+            key: list[Any] = [*types, *others[:-1]]
+            wanted, add = False, key.append
+            for x in given:
+                if x is None:
+                    add(None)
+                else:
+                    add(x.shape)
+                    # Where a tensor is contiguous its shape says all that its strides do.
+                    add(x.is_contiguous() or x.stride())
+                    add(x.dtype)
+                    add(x.device)
+                    if is_taped and x.requires_grad:
+                        wanted = True
+            if differentiable or not wanted:
+                add(wanted)
+                last = _last
+                if key != last.key:
+                    last = form(*key)
+                _last = found = last
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        recent = None  # something is no tensor or no number: the checks will say what
     if found is not None and found.known is not None:
+        if recent is None:
+            _recent = _noted(found, types, others, given)
         name, runner = found.known
         dispatch.record(name)
         result: R = runner(tensors, A_log, dt_bias)

@@ -16,7 +16,7 @@ from test_launch import widened
 from torch import Tensor
 
 import flash_kda
-from flash_kda import api, dispatch
+from flash_kda import api, dispatch, forms
 from flash_kda.compat import flashkda
 from flash_kda.types import gate_parameters
 
@@ -202,6 +202,70 @@ def test_forms_in_turn(remembering: Remembering) -> None:
         for B in (1, 2, 3):
             flash_kda.kda(**BASE.but(B=B).build(), backend="cpu")
     assert (len(remembering.checked), len(remembering.direct)) == (3, 6)
+
+
+GUARDS = forms.TensorGuards
+
+
+def no_guards(*tensors: Tensor, **options: Any) -> Any:
+    raise TypeError("no such options")
+
+
+@pytest.mark.parametrize("guards", [GUARDS, None, no_guards], ids=["torch's", "none", "other ones"])
+@torch.no_grad()
+def test_the_form_of_the_call_before_needs_no_key(
+    guards: Any, remembering: Remembering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where torch has its way of comparing; with another torch the key is sought."""
+    monkeypatch.setattr(forms, "TensorGuards", guards)
+    for seed in range(2):
+        flash_kda.kda(**BASE.but(seed=seed).build(), backend="cpu")
+    sought = mock.Mock(wraps=forms.form)
+    monkeypatch.setattr(forms, "form", sought)
+    monkeypatch.setattr(forms, "_last", forms.Form())
+    flash_kda.kda(**BASE.but(seed=2).build(), backend="cpu")
+    assert sought.call_count == (0 if guards is GUARDS else 1)
+    assert (len(remembering.checked), len(remembering.direct)) == (1, 2)
+
+
+def test_the_mode_of_a_call_is_seen(remembering: Remembering) -> None:
+    """The same tensors without gradients, with them, and in inference mode, each after itself and after the others."""
+    call = BASE.build()
+    call["q"].requires_grad_()
+    ran = []
+
+    def runner(inputs: Any) -> Any:
+        made_with = torch.is_grad_enabled()
+        return lambda *_: ran.append((made_with, torch.is_grad_enabled())) or (torch.ones(1), None)
+
+    modes = [torch.no_grad, torch.enable_grad, torch.inference_mode]
+    with mock.patch.object(remembering, "runner", runner):
+        for mode in (mode for first in modes for second in modes for mode in (first, first, second)):
+            with mode():
+                flash_kda.kda(**call, backend="cpu")
+    assert len(remembering.checked) == 2
+    assert len(ran) == 25
+    assert all(made_with == wanted for made_with, wanted in ran)
+
+
+class Incomparable:
+    """As arrays of several entries: nothing that compares them is true or false."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("ambiguous")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["initial_state", "cu_seqlens", "scale"])
+def test_what_cannot_be_compared_is_refused(name: str, remembering: Remembering) -> None:
+    call = BASE.but(initial=False).build() | {"backend": "cpu"}
+    for _ in range(3):
+        flash_kda.kda(**call)
+        with pytest.raises(TypeError, match=f"^{name}: got "):
+            flash_kda.kda(**call | {name: Incomparable()})
+    assert (len(remembering.checked), len(remembering.direct)) == (1, 2)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
