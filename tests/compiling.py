@@ -113,7 +113,6 @@ class Built:
     Attributes:
         stack: what a thread spills, in bytes.
         wide_loads, wide_stores: of 16 bytes by a thread.
-        arithmetic: how many multiply-adds, products, sums and differences.
         order: loads from and stores to memory, and barriers, as the compiler has them in the end.
         late_loads: of 16 bytes by a thread, after the first exchange between threads of a warp in the machine's code.
         unrounded: products that a lane adds as they are to another lane's rounded one, in the machine's code.
@@ -127,7 +126,6 @@ class Built:
     wgmma: bool = False
     wide_loads: int = 0
     wide_stores: int = 0
-    arithmetic: tuple[int, ...] = ()
     order: tuple[str, ...] = ()
     late_loads: int = 0
     unrounded: int = 0
@@ -192,16 +190,20 @@ def unrounded(sass: str) -> int:
     return count
 
 
+def compiled_by_triton(source: Any, launch: Launch, capability: int) -> Any:
+    """Triton's compiled kernel of a launch."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options))
+
+
 def compile_launch(
     launch: Launch, dtypes: Dtypes, capability: int, source_of: Callable[[Launch, Dtypes], Any] = source_of
 ) -> Built:
     """Compile a launch whose tensors have these dtypes in this process; errors are told, not raised."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    target = GPUTarget("cuda", capability, 32)
     try:
-        compiled = triton.compile(source_of(launch, dtypes), target=target, options=dict(launch.options))
+        compiled = compiled_by_triton(source_of(launch, dtypes), launch, capability)
     except Exception as error:
         return Built(error=f"{type(error).__name__}: {error}")
     registers, stack = registers_and_stack(compiled)
@@ -214,7 +216,6 @@ def compile_launch(
         wgmma="wgmma.mma_async" in ptx,
         wide_loads=ptx.count("ld.global.v4.b32"),
         wide_stores=ptx.count("st.global.v4.b32"),
-        arithmetic=tuple(ptx.count(f"{kind}.f32") for kind in ("fma.rn", "mul", "add", "sub")),
         order=tuple(re.findall(r"tt\.load|tt\.store|gpu\.barrier", ttgir)),
         late_loads=len(re.findall(r"\bLDG\.E\S*\.128\b", sass.partition("SHFL")[2])),
         unrounded=unrounded(sass),
@@ -247,6 +248,11 @@ class Build(ABC):
     def compile(self) -> Built:
         dtypes, launch = self.launch()
         return compile_launch(launch, dtypes, self.capability)
+
+    def ptx(self) -> str:
+        dtypes, launch = self.launch()
+        ptx: str = compiled_by_triton(source_of(launch, dtypes), launch, self.capability).asm["ptx"]
+        return ptx
 
 
 def every(builds: Sequence[Build]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import arithmetic
 import compiling
 import interpreted_decode
 import on_a_gpu
@@ -138,16 +139,23 @@ def test_compiles(build: DecodeBuild, built: Built) -> None:
         assert built.late_loads == 0, "a load waits for another one to have been used"
 
 
+def of_one_form(state: torch.dtype, layout: str, K: int) -> list[DecodeBuild]:
+    """Calls that a row with its token can be part of: with one token a row and many, few rows and many, packed ones."""
+    one = Problem(B=128, T=1, H=12, K=K, state_dtype=state, op="decode")
+    packed = replace(one, B=1, T=512, N=128, packed=True)
+    rows = [replace(one, B=B, T=T) for B in (1, 9, 128) for T in (1, 4)]
+    return [DecodeBuild(90, p, layout, "one" if p.T == 1 else "each") for p in (*rows, packed)]
+
+
 @pytest.mark.offline
-def test_one_token_and_many_are_the_same_arithmetic() -> None:
-    """The compiler contracts the same products and sums, so that tokens at once have the bits of tokens one by one."""
+@pytest.mark.parametrize("K", [64, 128, 256])
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+def test_every_column_of_every_call_is_the_same_arithmetic(layout: str, K: int) -> None:
+    """So tokens at once have the bits of tokens one by one, and a row those of a row alone."""
     pytest.importorskip("triton")
-    problem = Problem(B=128, T=1, H=12, op="decode")
-    one = DecodeBuild(90, problem).compile()
-    assert one.error is None
-    assert min(one.arithmetic) > 0
-    for index in ("one", "each"):
-        assert DecodeBuild(90, replace(problem, T=4), index=index).compile().arithmetic == one.arithmetic
+    found = [build.ptx() for build in of_one_form(torch.float32, layout, K)]
+    assert len(set.union(*map(arithmetic.of_a_column, found))) == 1
+    assert len({frozenset(arithmetic.of_powers(ptx)) for ptx in found}) == 1
 
 
 # Configurations.
@@ -370,6 +378,17 @@ def test_pools_of_more_than_two_to_the_31_elements(state_dtype: str) -> None:
     call["pool"][call["indices"].long()] = 0
     # In parts: a count of the whole takes as much memory again.
     assert not any(bool(part.any()) for part in call["pool"].split(1024))
+
+
+@gpu
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("T", "index"), [(1, "one"), (4, "one"), (4, "each")])
+def test_a_row_of_many_is_that_row_alone(T: int, index: str, state_dtype: str, layout: str) -> None:
+    """Bit for bit: many rows have larger programs than one."""
+    rows = Case(B=128, T=T, H=12, K=128, V=128, dtype="bfloat16", state_dtype=state_dtype, layout=layout)
+    case = DecodeCase(rows, index=index, accepted=index == "each", padding=False)
+    on_a_gpu.assert_rows_are_rows_alone(TRITON, run, lambda: case.build("cuda"), (0, 1, 127))
 
 
 @gpu

@@ -156,8 +156,8 @@ def test_compiles(build: StepBuild, built: Built) -> None:
     And lanes that hold the same sum have the same bits of it.
     """
     c, p = build.config, build.problem
-    # Two registers, where their number is limited.
-    compiling.assert_fits(built, build.capability, 8 if c.registers else 0)
+    # Four registers, where their number is limited.
+    compiling.assert_fits(built, build.capability, 16 if c.registers else 0)
     assert built.registers <= (c.registers or 255)
     assert not built.unrounded
     # Vectors pass through it, and in the "kv" layout partial sums over K, but no states.

@@ -186,6 +186,8 @@ class DecodeConfig:
 
 # Elements of the state that a warp holds, two registers for each of a thread's 32: more would cost occupancy.
 DECODE_TILE = 2048
+# Bytes of the state that a warp holds for a row of one token, when it has little to do but to wait for them.
+DECODE_BYTES = 4096
 # Warps of a program of a decode step, at most.
 STEP_WARPS = 8
 # Channels that a thread of a decode step holds of each of its value columns: of fewer, sums over K would take more
@@ -203,7 +205,8 @@ def configure_decode(problem: Problem, device: Device, state_layout: StateLayout
     if state_layout == "kv":
         # What lies together is 32 bytes of columns, the least that memory moves.
         return DecodeConfig(BK, max(1, 32 // element), warps=1)
-    BV = min(64, max(1, DECODE_TILE // BK), power_of_two(problem.V))
+    tile = DECODE_BYTES // element if problem.T == 1 and not problem.packed else DECODE_TILE
+    BV = min(64, max(1, tile // BK), power_of_two(problem.V))
     # Each thread has 16 bytes of a row whatever BV is, so that the order of sums, and with it the bits of a row, do not
     # depend on how many rows there are.
     least = max(4, 32 * 16 // (element * BK))
@@ -248,7 +251,7 @@ def configure_step(problem: Problem, state_layout: StateLayout) -> StepConfig:
         # What is the same for all parts stays in registers beside them.
         BV = most // 2
     # Without the limit one program would have a multiprocessor to itself, which is idle while this one computes.
-    alone = warps == STEP_WARPS and state_layout == "vk" and parts == 1 and problem.HV in (None, problem.H)
+    alone = warps == STEP_WARPS and parts == 1 and problem.HV in (None, problem.H)
     element, threads = problem.state_dtype.itemsize, 32 * warps
     if state_layout == "vk":
         rows, piece = min(BV, threads * STEP_CHANNELS // BK), BK * 16 // (element * STEP_CHANNELS)

@@ -27,25 +27,42 @@ def _token(p_q, p_k, p_v, p_g, p_beta, m_k, m_v, inside):
 
 
 @triton.jit
-def read(S, b_x):
-    """``x S``, the sum over K."""
-    # No thread has less than 16 bytes of a state, so only of 16 channels may a lane have one.
-    return tl.sum(product(S, b_x[None, :]) if S.shape[1] == 16 else S * b_x[None, :], 1)
+def _quarters(x):
+    """The entries of the last dimension that are 0, 1, 2 and 3 modulo 4."""
+    shape: tl.constexpr = x.shape[:-1] + [x.shape[-1] // 4, 2, 2]  # noqa: RUF005  Triton unpacks no lists
+    even, odd = tl.split(tl.reshape(x, shape))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
 
 
 @triton.jit
-def updated(S, b_q, b_k, b_v, decay, beta):
-    """State and output after one token."""
+def read(S, b_x, BESIDE: tl.constexpr):
+    """``x S``, the sum over K. BESIDE: whether a thread has channels that lie side by side, four at least.
+
+    Which products are rounded before they are added is said here. The compiler would choose, for one value column
+    otherwise than for the next: a column's bits would depend on which of a program's it is, and so on how many rows and
+    tokens the call has.
+    """
+    if not BESIDE:
+        return tl.sum(product(S, b_x[None, :]), 1)
+    S0, S1, S2, S3 = _quarters(S)
+    x0, x1, x2, x3 = _quarters(b_x)
+    return tl.sum(tl.fma(S3, x3[None, :], tl.fma(S2, x2[None, :], tl.fma(S1, x1[None, :], S0 * x0[None, :]))), 1)
+
+
+@triton.jit
+def updated(S, b_q, b_k, b_v, decay, beta, BESIDE: tl.constexpr):
+    """State and output after one token; see :func:`read`."""
     S *= decay[None, :]
-    u = beta * (b_v - read(S, b_k))
-    # Which of two products is rounded is said here, not left to the compiler: the same for one token and for many.
+    u = beta * (b_v - read(S, b_k, BESIDE))
     S = tl.fma(u[:, None], b_k[None, :], S)
-    return S, read(S, b_q)
+    return S, read(S, b_q, BESIDE)
 
 
 @triton.jit
 def after_token(
-    S, b_q, b_k, b_v, b_g, beta, a, bias, m_k, scale, lower_bound,
+    S, b_q, b_k, b_v, b_g, beta, a, bias, m_k, scale, lower_bound, BESIDE: tl.constexpr,
     GATE: tl.constexpr, QK_L2NORM: tl.constexpr, BETA_IS_LOGIT: tl.constexpr, NEG_EIGVAL: tl.constexpr,
 ):  # fmt: skip
     """State and output after one token, from its raw values."""
@@ -55,7 +72,7 @@ def after_token(
     b_q *= rstd(b_q, QK_L2NORM) * scale
     decay = exp2(log2_decay(b_g.to(tl.float32), a, bias, lower_bound, m_k, GATE))
     beta = activated_beta(beta.to(tl.float32), BETA_IS_LOGIT, NEG_EIGVAL)
-    return updated(S, b_q, b_k, b_v.to(tl.float32), decay, beta)
+    return updated(S, b_q, b_k, b_v.to(tl.float32), decay, beta, BESIDE)
 
 
 @triton.jit
@@ -91,6 +108,8 @@ def decode(
         SINGLE: every row has one token. STORE: whether states go to the pool.
     """
     PARTS: tl.constexpr = (V + BV - 1) // BV
+    # No thread has less than 16 bytes of a state; but of only 16 channels a lane may have one.
+    BESIDE: tl.constexpr = S_k == 1 and BK > 16
     pid = tl.program_id(0)
     i_v = pid % PARTS
     i_h = ((pid // PARTS) % HV).to(tl.int64)
@@ -161,8 +180,9 @@ def decode(
     p_o += first * o_t
     if SINGLE:
         S, b_o = after_token(
-            S, b_q, b_k, b_v, b_g, beta, a, bias, m_k, scale, lower_bound, GATE, QK_L2NORM, BETA_IS_LOGIT, NEG_EIGVAL
-        )
+            S, b_q, b_k, b_v, b_g, beta, a, bias, m_k, scale, lower_bound, BESIDE,
+            GATE, QK_L2NORM, BETA_IS_LOGIT, NEG_EIGVAL,
+        )  # fmt: skip
         tl.store(p_o, b_o.to(p_o.dtype.element_ty), mask=m_v)
         if STORE and INDEX == EACH:
             slot = target
@@ -180,7 +200,7 @@ def decode(
                 p_next = p_index + n * index_n + (t + 1) * index_t
                 next_target = tl.load(p_next, mask=t + 1 < tl.minimum(length, width), other=-1).to(tl.int64)
             S, b_o = after_token(
-                S, b_q, b_k, b_v, b_g, beta, a, bias, m_k, scale, lower_bound,
+                S, b_q, b_k, b_v, b_g, beta, a, bias, m_k, scale, lower_bound, BESIDE,
                 GATE, QK_L2NORM, BETA_IS_LOGIT, NEG_EIGVAL,
             )  # fmt: skip
             tl.store(p_o, b_o.to(p_o.dtype.element_ty), mask=m_v)
