@@ -64,11 +64,13 @@ class Kernel:
     def writes(self) -> Iterator[tuple[int, str, str, str]]:
         """Of each state that is stored, ``fma(u, k, S decay)``: where, u, k and ``S decay``."""
         for at, registers in self.stores:
-            for register in registers:
-                found = self.last(register, at)
+            for found in (self.last(register, at) for register in registers):
                 assert found is not None
-                assert found[1] == "fma", f"a state is made by {found[1]}"
-                yield found[0], *found[2]
+                pair = [self.last(x, found[0]) for x in found[2]] if found[1] == "cvt" else [found]  # of bfloat16
+                for made in pair:
+                    assert made is not None
+                    assert made[1] == "fma", f"a state is made by {made[1]}"
+                    yield made[0], *made[2]
 
 
 def of_a_column(ptx: str) -> set[str]:
@@ -81,12 +83,13 @@ def of_a_column(ptx: str) -> set[str]:
     for (_, _, k, _), found in zip(writes, products, strict=True):
         assert found is not None
         assert found[1] == "mul"
-        # All columns share a decay, and none a state.
-        decay, state = sorted(found[2], key=lambda x: -uses[x])
-        assert uses[decay] > uses[state]
+        # All columns share a decay, and none a state; of one column alone, what was converted is the state.
+        rank = {x: (-uses[x], kernel.expression(x, found[0]) == "converted") for x in found[2]}
+        decay, state = sorted(rank, key=lambda x: rank[x])
+        assert rank[decay] < rank[state]
         names.setdefault(k, f"k{len(names) // 2}")
         names.setdefault(decay, f"decay{names[k][1:]}")
-    kernel.names = names
+    kernel.names, kernel.known = names, {}
     return {kernel.expression(u, at) for at, u, _, _ in writes}
 
 

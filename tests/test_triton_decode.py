@@ -149,11 +149,12 @@ def of_one_form(state: torch.dtype, layout: str, K: int) -> list[DecodeBuild]:
 
 @pytest.mark.offline
 @pytest.mark.parametrize("K", [64, 128, 256])
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("layout", ["vk", "kv"])
-def test_every_column_of_every_call_is_the_same_arithmetic(layout: str, K: int) -> None:
+def test_every_column_of_every_call_is_the_same_arithmetic(layout: str, state: torch.dtype, K: int) -> None:
     """So tokens at once have the bits of tokens one by one, and a row those of a row alone."""
     pytest.importorskip("triton")
-    found = [build.ptx() for build in of_one_form(torch.float32, layout, K)]
+    found = [build.ptx() for build in of_one_form(state, layout, K)]
     assert len(set.union(*map(arithmetic.of_a_column, found))) == 1
     assert len({frozenset(arithmetic.of_powers(ptx)) for ptx in found}) == 1
 
