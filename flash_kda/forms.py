@@ -28,11 +28,13 @@ class Form:
         key: all of such a call but the tensors' data; see :func:`run`.
         known: the backend's name and how such calls are run, a function of the call's tensors, A_log and dt_bias; once
             one of them has passed the checks.
+        recent: one of them, by which others are recognised.
     """
 
     def __init__(self, *key: Any) -> None:
         self.key = list(key)
         self.known: tuple[str, Callable[[Any, Tensor | None, Tensor | None], Any]] | None = None
+        self.recent: Recent | None = None
 
 
 class Recent:
@@ -144,7 +146,10 @@ def run(
         recent = None  # something is no tensor or no number: the checks will say what
     if found is not None and found.known is not None:
         if recent is None:
-            _recent = _noted(found, types, others, given)
+            # Noted anew if it is of this form and did not recognise it.
+            if found.recent is None or found.recent is _recent:
+                found.recent = _noted(found, types, others, given)
+            _recent = found.recent
         name, runner = found.known
         dispatch.record(name)
         result: R = runner(tensors, A_log, dt_bias)

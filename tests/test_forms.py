@@ -197,11 +197,13 @@ def test_a_wrong_option_is_refused_after_another_like_it(remembering: Rememberin
 
 @torch.no_grad()
 def test_forms_in_turn(remembering: Remembering) -> None:
-    """Each is found again, though it is not the last call's."""
-    for _ in range(3):
-        for B in (1, 2, 3):
-            flash_kda.kda(**BASE.but(B=B).build(), backend="cpu")
+    """Each is found again, though it is not the last call's; and noted once, not in every turn."""
+    with mock.patch.object(forms, "_noted", wraps=forms._noted) as noted:
+        for _ in range(3):
+            for B in (1, 2, 3):
+                flash_kda.kda(**BASE.but(B=B).build(), backend="cpu")
     assert (len(remembering.checked), len(remembering.direct)) == (3, 6)
+    assert noted.call_count == 3
 
 
 GUARDS = forms.TensorGuards
