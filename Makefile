@@ -55,7 +55,8 @@ test: $(READY)  ## check style and types, then run every test; those that need a
 
 # Most of their time goes into compiling, so several processes share the GPU.
 test-gpu: $(READY)  ## run the tests that need a GPU, and only these
-	$(PY) -m pytest -m gpu -n 8
+	$(PY) -m pytest -m "gpu and not alone" -n 8
+	$(PY) -m pytest -m "gpu and alone"
 
 sanitize: $(READY)  ## run every configuration under compute-sanitizer, memcheck and racecheck, on a GPU
 	$(PY) tests/sanitize.py

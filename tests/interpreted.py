@@ -3,8 +3,8 @@
 The interpreter is chosen by TRITON_INTERPRET=1 when triton is first imported, so these cases have a process of their
 own. The output maps the name of each case to null, or to what went wrong.
 
-Inputs and states are float32 throughout: the interpreter multiplies the bit patterns of bfloat16 as integers, and
-truncates where it should round to bfloat16.
+Inputs and states are float32, but for one case: the interpreter multiplies the bit patterns of bfloat16 as integers,
+and truncates where it should round to bfloat16, unless it is taught otherwise.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ from compare import assert_outputs, assert_same_bits, assert_states
 from compiling import H200
 from cutting import cuts_of
 from interpreting import main
+from repeated import repeated_key, state_of_rounded_keys
+from rounding import as_on_a_gpu
 from torch import Tensor
+
+from flash_kda.backends.triton.config import CHUNK
 
 TOLERANCE = 2e-5
 
@@ -174,6 +178,19 @@ def spoilt(name: str, gate: str, value: float) -> None:
     assert_same_bits(state2[1], state[1], "the other state")
 
 
+def one_key_in_half_precision() -> None:
+    """What is wrong with the state is the rounding of decayed keys, which nothing takes back, and nothing else."""
+    call = repeated_key(512, 128, 128, "cpu")
+    with as_on_a_gpu():
+        o, state = run(call)
+    assert state is not None
+    want, want_state = oracle(call)
+    assert_outputs(o, want, call, 4e-3)
+    rounded = state_of_rounded_keys(call, CHUNK)
+    assert_states(state, rounded, 1e-3)
+    assert (rounded - want_state).norm() > 0.02 * want_state.norm()
+
+
 def same_bits() -> None:
     """Two runs agree bit for bit, and a sequence does not depend on its neighbours' lengths."""
     call = Case(lengths=(33, 0, 64, 5), gate="softplus", strength="strong").build()
@@ -318,6 +335,7 @@ CASES: dict[str, Callable[[], None]] = {
     "slow and hostile": slow_and_hostile,
     "strided": strided,
     "in place": in_place,
+    "one key in half precision": one_key_in_half_precision,
     "same bits": same_bits,
     **{
         f"known form {case}": partial(known_form, case)

@@ -850,6 +850,7 @@ gpu = pytest.mark.gpu
 
 
 @gpu
+@pytest.mark.alone
 def test_timing_of_a_copy() -> None:
     """A copy of 1 GiB takes what the copy rate says, from a graph and eagerly, and its memory is seen."""
     source = torch.ones(2**28, device="cuda")

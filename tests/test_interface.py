@@ -273,20 +273,10 @@ def test_asymmetric_state_is_not_transposed(target: Target) -> None:
     zeros = torch.zeros(1, 1, 1, K, device=target.device)
     q = zeros.clone()
     q[..., 1] = 1.0
+    call = Case(T=1, H=1, K=K, V=K, gate="log", l2norm=False, scale=1.0).build(target.device)
+    call |= {"q": q, "k": zeros, "v": zeros, "g": zeros, "beta": zeros[..., 0], "initial_state": S}
     for layout, row in (("kv", S[0, 0, 1]), ("vk", S[0, 0, :, 1])):
-        o, state = flash_kda.kda(
-            q,
-            zeros,
-            zeros,
-            zeros,
-            zeros[..., 0],
-            gate=flash_kda.LogGate(),
-            scale=1.0,
-            initial_state=S,
-            output_final_state=True,
-            qk_l2norm=False,
-            state_layout=layout,
-            backend=target.backend,
-        )
+        o, state = run(target, call | {"state_layout": layout})
+        assert state is not None
         assert o[0, 0, 0].tolist() == row.tolist()
         assert_same_bits(state, S, "state")
