@@ -16,7 +16,8 @@ ROWS = ("q", "k", "v")
 
 def triple(name: str, x: Any) -> tuple[Any, Any, Any]:
     """One of something for each of q, k and v."""
-    if not isinstance(x, tuple | list):
+    # No union of types: torch.compile of torch 2.9 cannot trace one.
+    if not isinstance(x, (tuple, list)):
         raise TypeError(f"{name}: got {type(x).__name__}, expected three tensors, of q, k and v")
     if len(x) != 3:
         raise ValueError(f"{name}: got {len(x)} of them, expected three tensors, of q, k and v")

@@ -230,6 +230,13 @@ def test_what_does_not_compile_is_left_to_its_launch() -> None:
         wrong.warmup(torch.zeros(4), 1, grid=(1,), num_warps=1)
 
 
+@pytest.mark.usefixtures("compiles_for_an_h200")
+def test_another_triton_compiles_one_kernel_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", "3.5.1")
+    launch._compile_together([(Launch(kernel, 1, {"A": 1}, {}), (torch.zeros(4), 1)) for kernel in (twice, thrice)])
+    assert compiled(twice) == compiled(thrice) == 0
+
+
 def test_a_plan_compiles_its_kernels_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first launch, with the arguments that it gets; one kernel alone goes the usual way."""
     seen: list[Any] = []

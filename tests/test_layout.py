@@ -136,6 +136,15 @@ def test_no_bare_assert(path: Path) -> None:
 
 
 @files
+def test_isinstance_takes_no_union(path: Path) -> None:
+    """Which torch.compile of torch 2.9 and before cannot trace."""
+    calls = (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
+    for call in calls:
+        if isinstance(call.func, ast.Name) and call.func.id == "isinstance":
+            assert not isinstance(call.args[1], ast.BinOp), f"line {call.lineno}"
+
+
+@files
 def test_every_module_has_a_docstring(path: Path) -> None:
     assert ast.get_docstring(tree(path)), "expected a docstring that says what the file is for"
 

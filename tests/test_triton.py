@@ -15,6 +15,7 @@ import torch
 from compiling import DEVICES, H200, Build, Built, Dtypes, every
 from interpreting import interpreted_cases
 
+from flash_kda.backends import triton as backend
 from flash_kda.backends.triton.config import HARD_PROGRAMS, MOST_LOOKED_AT, MOST_STAGES, Config, Device, configure
 from flash_kda.types import GateKind, Inputs, LowerBoundGate, Problem
 
@@ -174,6 +175,19 @@ def test_compiles(build: ForwardBuild, built: Built) -> None:
     if build.kernel == "recurrence":
         assert_fetches_ahead(built, build.config)
         assert_uses_wgmma(built, build, build.config)
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [("3.2.0", "needs Triton 3.5 or newer; this is 3.2.0"), ("3.5.1", None), ("3.10.0+git", None), ("4.0", None)],
+)
+def test_versions_of_triton(version: str, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pytest.importorskip("triton"), "__version__", version)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    for op in ("forward", "prefill", "decode", "step"):
+        assert backend.supports(Problem(T=1 if op == "step" else 64, N=1, op=op)) == reason
 
 
 # Configurations.

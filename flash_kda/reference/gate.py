@@ -39,7 +39,7 @@ def softplus(x: Tensor) -> Tensor:
 
 def decay(g: Tensor, gate: Gate) -> Tensor:
     """Natural-log decay of raw gates ``[..., HV, K]``, in g's dtype. The equations stand in the gate classes."""
-    if not isinstance(gate, LowerBoundGate | SoftplusGate):
+    if not isinstance(gate, (LowerBoundGate, SoftplusGate)):
         return g
     x = g if gate.dt_bias is None else g + gate.dt_bias.to(g.dtype).reshape(g.shape[-2:])
     A = None if gate.A_log is None else gate.A_log.to(g.dtype).exp()[:, None]

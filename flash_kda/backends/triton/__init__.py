@@ -25,14 +25,17 @@ from flash_kda.types import (
 
 MAX_HEAD = 256
 MIN_CAPABILITY = (8, 0)
+MIN_TRITON = (3, 5)
 
 
 def supports(problem: Problem) -> str | None:
     """CUDA tensors on compute capability 8.0 or newer, K and V in 16..256; decoding without gradients."""
     if problem.device != "cuda":
         return f"runs on CUDA devices; the tensors are on {problem.device}"
-    import triton  # noqa: F401  # its absence is a reason, reported by the caller
+    import triton  # its absence is a reason, reported by the caller
 
+    if tuple(map(int, triton.__version__.split(".")[:2])) < MIN_TRITON:
+        return f"needs Triton {'.'.join(map(str, MIN_TRITON))} or newer; this is {triton.__version__}"
     if (why := no_gradient(problem)) is not None:
         return why
     if problem.dtype == torch.float64:

@@ -185,10 +185,12 @@ def _hooked() -> bool:
 def _compile_together(calls: Sequence[tuple[Launch, Sequence[Any]]]) -> None:
     """Have Triton compile the kernels of these launches, with their arguments, at the same time.
 
-    What does not compile is left to its launch, which says why.
+    What does not compile is left to its launch, which says why; and so is all of it to those of another Triton.
     """
+    if len(calls) < 2 or not _is_known():
+        return
     # In place of these the interpreter has functions that are never compiled.
-    if len(calls) < 2 or not all(isinstance(launch.kernel, triton.JITFunction) for launch, _ in calls):
+    if not all(isinstance(launch.kernel, triton.JITFunction) for launch, _ in calls):
         return
 
     def compile_all() -> None:
