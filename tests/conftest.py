@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import pytest
@@ -13,17 +14,33 @@ from interpreting import results_of
 
 from flash_kda import dispatch, forms
 
+# Whose machine code tests know, and Gluon, and launcher.
+TRITON = "3.6."
 # The cases are small: one thread is faster than two that wait for each other.
 torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` are skipped, with the reason, where there is none."""
-    if torch.cuda.is_available():
-        return
+    """Tests are skipped, with the reason, where there is no GPU, or another Triton than they know."""
+    reasons = {}
+    if not torch.cuda.is_available():
+        reasons["gpu"] = "needs an NVIDIA GPU"
+    if (found := triton_version()) and not found.startswith(TRITON):
+        reasons |= dict.fromkeys(("offline", "triton36"), f"is made for Triton {TRITON}x; this is {found}")
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        if item.path.name.startswith("test_hopper"):
+            item.add_marker("triton36")
+        for name, reason in reasons.items():
+            if item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def triton_version() -> str:
+    """Of an installed Triton, or nothing."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return ""
 
 
 @pytest.fixture(autouse=True)

@@ -202,6 +202,7 @@ def compiled(kernel: Any) -> int:
     return len(kernel.device_caches[0][0])
 
 
+@pytest.mark.triton36
 @pytest.mark.usefixtures("compiles_for_an_h200")
 def test_kernels_are_compiled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each waits for the other's compilation to have begun; a caller's own mode of compilation is left alone."""
@@ -221,6 +222,7 @@ def test_kernels_are_compiled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) 
     assert not both.broken
 
 
+@pytest.mark.triton36
 @pytest.mark.usefixtures("compiles_for_an_h200")
 def test_what_does_not_compile_is_left_to_its_launch() -> None:
     calls = [(Launch(kernel, 1, {"A": 1}, {"num_warps": 1}), (torch.zeros(4), 1)) for kernel in (wrong, twice)]

@@ -90,6 +90,7 @@ def test_triton_prepares_as_its_backward_does(problem: Problem) -> None:
     assert_prepares_as_the_backward_does(launches, first, ("prepare",))
 
 
+@pytest.mark.triton36
 @pytest.mark.parametrize("problem", PREPARED, ids=range(len(PREPARED)))
 def test_hopper_prepares_as_its_backward_does(problem: Problem) -> None:
     """Also where the forward cuts sequences; its maps are not kept."""

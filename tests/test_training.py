@@ -234,6 +234,9 @@ def test_second_derivatives_of_a_compiled_layer_are_refused(target: Target, comp
 
 
 @every_target
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11), reason="torch before 2.11 adds in another order there"
+)
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 def test_compiled_model(target: Target, autocast: bool) -> None:
     """Forward and backward of the whole model, without a break in the graph, give the bits of the plain one."""
