@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +14,20 @@ from compiling import Build, Built, under_way
 from interpreting import results_of
 
 from flash_kda import dispatch, forms
+from flash_kda.backends.triton import MIN_TRITON
+
+
+def triton_version() -> str:
+    """Of an installed Triton, or nothing."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return ""
+
+
+if (found := triton_version()) and tuple(map(int, found.split(".")[:2])) < MIN_TRITON:
+    # One that is too old for the kernels is as none.
+    sys.modules["triton"] = None  # type: ignore[assignment]
 
 # Whose machine code tests know, and Gluon, and launcher.
 TRITON = "3.6."
@@ -25,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reasons = {}
     if not torch.cuda.is_available():
         reasons["gpu"] = "needs an NVIDIA GPU"
-    if (found := triton_version()) and not found.startswith(TRITON):
+    if found and not found.startswith(TRITON):
         reasons |= dict.fromkeys(("offline", "triton36"), f"is made for Triton {TRITON}x; this is {found}")
     for item in items:
         if item.path.name.startswith("test_hopper"):
@@ -33,14 +48,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name, reason in reasons.items():
             if item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def triton_version() -> str:
-    """Of an installed Triton, or nothing."""
-    try:
-        return version("triton")
-    except PackageNotFoundError:
-        return ""
 
 
 @pytest.fixture(autouse=True)

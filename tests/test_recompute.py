@@ -381,7 +381,7 @@ def compiled_between(target: Target, compiler: str) -> None:
     skip_if_declined(target, Problem.of(inputs_of(call)))
 
     def function(**call: Any) -> Any:
-        o, S = flash_kda.kda(**call | {"v": call["v"] * 2}, backend=target.backend)
+        o, S = flash_kda.kda(**{**call, "v": call["v"] * 2}, backend=target.backend)
         return o * 2, S * 2
 
     compiled = torch.compile(function, fullgraph=True, backend=compiler)

@@ -149,6 +149,7 @@ def described(problem: Problem, config: Config, inputs: Inputs | None = None) ->
 
 def test_gate_parameters_reach_the_kernels_in_float32() -> None:
     """The checks admit float64; the kernels read float32."""
+    pytest.importorskip("triton")
     problem = Problem(B=1, T=32, H=2, K=16, V=16)
     wide = LowerBoundGate(*(torch.empty(n, dtype=torch.float64, device="meta") for n in (2, 32)))
     dtypes, _ = described(problem, configure(problem, H200), compiling.meta_inputs(problem).replace(gate=wide))
