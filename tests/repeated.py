@@ -1,12 +1,22 @@
-"""One key for all tokens: a call of it, and what the rounding of decayed keys makes of its state."""
+"""One key for all tokens: a call of it, and what the rounding of decayed keys makes of its state.
+
+``python tests/repeated.py`` writes the errors that docs/numerics.md quotes to a file of results.
+"""
 
 from __future__ import annotations
 
+import json
+from datetime import date
+from pathlib import Path
+
 import torch
-from cases import Call, on_device
+from cases import Call, on_device, oracle
 from torch import Tensor
 
 import flash_kda
+from flash_kda.backends.triton.config import CHUNK
+
+RESULTS = Path(__file__).parents[1] / "benchmarks/results/repeated-key-cpu.json"
 
 RAW, LOGIT = torch.tensor(-12.0).bfloat16(), torch.tensor(8.0).bfloat16()
 LOWER_BOUND = -5.0
@@ -58,3 +68,24 @@ def state_of_rounded_keys(call: Call, chunk: int) -> Tensor:
         U = T @ (beta * (values - read @ S.T))
         S = decay**chunk * S + U.T @ written
     return S[None, None]
+
+
+def error(tokens: int, values: int) -> float:
+    """Of the final state with rounded keys, 128 channels: root mean square over root mean square."""
+    call = repeated_key(tokens, 128, 128, "cpu", values)
+    _, want = oracle(call)
+    return float((state_of_rounded_keys(call, CHUNK) - want).norm() / want.norm())
+
+
+def main() -> None:
+    meta = {"command": "python tests/repeated.py", "date": f"{date.today()}", "torch": torch.__version__}
+    rows = [
+        {"values": values, "tokens": tokens, "state_error": error(tokens, tokens if values == "random" else values)}
+        for values in (1, "random", 16)
+        for tokens in (512, 4096, 16384)
+    ]
+    RESULTS.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
