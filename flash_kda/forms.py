@@ -84,6 +84,38 @@ def forget() -> None:
     _last, _recent = Form(), None
 
 
+def _by_key(
+    types: list[type], others: tuple[Any, ...], given: tuple[Tensor | None, ...], differentiable: bool
+) -> Form | None:
+    """A call's form, or None where it wants gradients and such calls are checked every time; see :func:`run`.
+
+    Args:
+        others: what is no tensor, and last whether gradients are recorded; types: of these.
+    """
+    global _last
+    *rest, is_taped = others
+    key: list[Any] = [*types, *rest]
+    wanted, add = False, key.append
+    for x in given:
+        if x is None:
+            add(None)
+        else:
+            add(x.shape)
+            # Where a tensor is contiguous its shape says all that its strides do.
+            add(x.is_contiguous() or x.stride())
+            add(x.dtype)
+            add(x.device)
+            if is_taped and x.requires_grad:
+                wanted = True
+    if wanted and not differentiable:
+        return None
+    add(wanted)
+    last = _last
+    if key != last.key:
+        _last = last = form(*key)
+    return last
+
+
 def run(
     kind: tuple[Any, ...],
     tensors: Any,
@@ -103,15 +135,14 @@ def run(
         differentiable: whether that function of a call that wants gradients gives them; otherwise such calls are
             checked every time.
     """
-    global _last, _recent
+    global _recent
     A_log, dt_bias = getattr(gate, "A_log", None), getattr(gate, "dt_bias", None)
     given = (*tensors, A_log, dt_bias)
-    is_taped = torch.is_grad_enabled()
     found: Form | None = None
     recent = _recent
     try:
         # An option that is 1 and not True is another. Types come first, so that only values of one type are compared.
-        others = (kind, type(gate), getattr(gate, "lower_bound", None), *options, backend, is_taped)
+        others = (kind, type(gate), getattr(gate, "lower_bound", None), *options, backend, torch.is_grad_enabled())
         types = [*map(type, others)]
         if (
             recent is not None
@@ -122,28 +153,9 @@ def run(
         ):
             found = recent.form
         else:
-            recent = None
-            key: list[Any] = [*types, *others[:-1]]
-            wanted, add = False, key.append
-            for x in given:
-                if x is None:
-                    add(None)
-                else:
-                    add(x.shape)
-                    # Where a tensor is contiguous its shape says all that its strides do.
-                    add(x.is_contiguous() or x.stride())
-                    add(x.dtype)
-                    add(x.device)
-                    if is_taped and x.requires_grad:
-                        wanted = True
-            if differentiable or not wanted:
-                add(wanted)
-                last = _last
-                if key != last.key:
-                    last = form(*key)
-                _last = found = last
+            recent, found = None, _by_key(types, others, given, differentiable)
     except (AttributeError, TypeError, ValueError, RuntimeError):
-        recent = None  # something is no tensor or no number: the checks will say what
+        pass  # something is no tensor or no number: the checks will say what
     if found is not None and found.known is not None:
         if recent is None:
             # Noted anew if it is of this form and did not recognise it.

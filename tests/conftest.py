@@ -14,7 +14,8 @@ from compiling import Build, Built, under_way
 from interpreting import results_of
 
 from flash_kda import dispatch, forms
-from flash_kda.backends.triton import MIN_TRITON
+from flash_kda.backends.hopper import TRITON
+from flash_kda.backends.triton import is_too_old
 
 
 def triton_version() -> str:
@@ -25,12 +26,10 @@ def triton_version() -> str:
         return ""
 
 
-if (found := triton_version()) and tuple(map(int, found.split(".")[:2])) < MIN_TRITON:
+if (found := triton_version()) and is_too_old(found):
     # One that is too old for the kernels is as none.
     sys.modules["triton"] = None  # type: ignore[assignment]
 
-# Whose machine code tests know, and Gluon, and launcher.
-TRITON = "3.6."
 # The cases are small: one thread is faster than two that wait for each other.
 torch.set_num_threads(1)
 
@@ -41,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         reasons["gpu"] = "needs an NVIDIA GPU"
     if found and not found.startswith(TRITON):
-        reasons |= dict.fromkeys(("offline", "triton36"), f"is made for Triton {TRITON}x; this is {found}")
+        reasons |= dict.fromkeys(("offline", "triton36"), f"is made for Triton {TRITON[0]}x; this is {found}")
     for item in items:
         if item.path.name.startswith("test_hopper"):
             item.add_marker("triton36")

@@ -162,13 +162,18 @@ def error_of_beta(call: Call, do: Tensor, dbeta: Tensor) -> float:
 BITS_TOLERANCE = 1e-3
 
 
-def bits(case: Case, hard: bool = False) -> None:
-    """The gradient of beta has the bits that the walks kept of U and dR."""
-    call, do = lone_writes(case, hard=hard)
-    with as_on_a_gpu():
-        found = run(call, do, None)
-    error = error_of_beta(call, do, found["beta"])
+def assert_beta_has_the_bits(
+    case: Case, gradients: Callable[[Call, Tensor], Found], device: str = "cpu", hard: bool = False
+) -> None:
+    """The gradient of beta is that of U and dR before they were rounded: it has the bits that the walks kept."""
+    call, do = lone_writes(case, device, hard)
+    error = error_of_beta(call, do, gradients(call, do)["beta"])
     assert error <= BITS_TOLERANCE, f"dbeta is off by {error}"
+
+
+def bits(case: Case, hard: bool = False) -> None:
+    with as_on_a_gpu():
+        assert_beta_has_the_bits(case, lambda call, do: run(call, do, None), hard=hard)
 
 
 def collinear() -> None:

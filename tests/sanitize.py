@@ -34,6 +34,7 @@ from unittest import mock
 
 import torch
 from cases import Call, Case, leaves
+from cutting import short_segments
 from decoding import DecodeCase
 from prefilling import PrefillCase
 from stepping import StepCase
@@ -208,7 +209,6 @@ class Apart:
 @contextmanager
 def configured(run: Run) -> Iterator[None]:
     """The run's configuration, and scratch memory in parts of its own."""
-    from flash_kda.backends.hopper import config
     from flash_kda.backends.triton import forward, launch
 
     original, facts = launch.Plan._launch_by_triton, forward.device_facts
@@ -230,10 +230,7 @@ def configured(run: Run) -> Iterator[None]:
                 if hasattr(module, "device_facts"):
                     patch(mock.patch.object(module, "device_facts", seen))
         if run.cut:
-            patch(mock.patch.multiple(config, LEAST_SAVED=64, LEAST_SAVED_OF_PACKED=64, SCAN_STEP=1))
-            from flash_kda.backends.hopper import forward
-
-            patch(mock.patch.object(forward, "LEAST_SEGMENT", 32))
+            patch(short_segments())
         yield
 
 

@@ -17,6 +17,7 @@ from cases import Call, Case, inputs_of, leaves, oracle, spans_of
 from compare import assert_outputs, assert_same_bits, assert_states, bits
 from compiling import DEVICES, Dtypes, assert_fits, compile_launch, dtypes_of, meta_inputs, source_of
 from conftest import forget
+from cutting import short_segments
 from jitted import Compiled, Jitted, launch_on_the_cpu
 
 import flash_kda
@@ -357,19 +358,10 @@ def run(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "cut"])
-def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+def cut(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Whether sequences are cut into the shortest segments that fill the device."""
-    from flash_kda.backends.hopper import forward
-
-    for name in ("LEAST_SAVED", "LEAST_SAVED_OF_PACKED"):
-        monkeypatch.setattr(hopper_config, name, 64 if request.param else math.inf)
-    monkeypatch.setattr(hopper_config, "SCAN_STEP", 1)
-    monkeypatch.setattr(forward, "LEAST_SEGMENT", 32)
-    for cache in (configure, forward.plan):
-        cache.cache_clear()
-    yield request.param
-    for cache in (configure, forward.plan):
-        cache.cache_clear()
+    with short_segments(request.param):
+        yield request.param
 
 
 PLAIN = Case(T=200, K=128, V=128)

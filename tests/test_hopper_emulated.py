@@ -20,6 +20,7 @@ from interpreted_backward import (
     BITS_TOLERANCE,
     HALF_TOLERANCE,
     Found,
+    assert_beta_has_the_bits,
     error_of_beta,
     errors,
     expected,
@@ -359,10 +360,7 @@ LONE_WRITES = (
 @pytest.mark.parametrize("device", [H200, FEW], ids=["alone", "shared"])
 @pytest.mark.parametrize("case", parameters(LONE_WRITES))
 def test_beta_has_the_bits(case: Case, device: Any) -> None:
-    """Its gradient is that of U and dR before they were rounded."""
-    call, do = lone_writes(case)
-    found = backward(call, device=device).gradients(do, None)
-    assert error_of_beta(call, do, found["beta"]) <= BITS_TOLERANCE
+    assert_beta_has_the_bits(case, lambda call, do: backward(call, device=device).gradients(do, None))
 
 
 def test_beta_without_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:

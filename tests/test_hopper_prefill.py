@@ -22,6 +22,7 @@ from cases import Call, Case, Target, spans_of
 from compare import assert_same_bits
 from compiling import Dtypes, assert_fits, compile_launch
 from conftest import forget
+from cutting import short_segments
 from decoding import ROWS, row_call
 from emulated_walk import COLUMNS, K
 from jitted import Jitted
@@ -32,7 +33,6 @@ from torch import Tensor
 
 import flash_kda
 from flash_kda import Checkpoints
-from flash_kda.backends.hopper import config as hopper_config
 from flash_kda.backends.hopper.config import configure
 from flash_kda.types import Problem, gate_parameters
 
@@ -258,18 +258,11 @@ gpu = pytest.mark.gpu
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "cut"])
-def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+def cut(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Whether sequences are cut into the shortest segments that fill the device."""
-    from flash_kda.backends.hopper import forward
-
-    for name in ("LEAST_SAVED", "LEAST_SAVED_OF_PACKED"):
-        monkeypatch.setattr(hopper_config, name, 64 if request.param else math.inf)
-    monkeypatch.setattr(hopper_config, "SCAN_STEP", 1)
-    monkeypatch.setattr(forward, "LEAST_SEGMENT", 32)
-    configure.cache_clear()
-    forget()
-    yield request.param
-    configure.cache_clear()
+    with short_segments(request.param):
+        forget()
+        yield request.param
 
 
 BATCH = Case(B=3, T=130, H=1, HV=2, **ROWS_128)

@@ -14,6 +14,7 @@ import stepping
 import torch
 from cases import Case, inputs_of
 from compiling import H200
+from cutting import SHORT
 from decoding import DecodeCase
 from prefilling import PrefillCase
 from stepping import StepCase
@@ -77,7 +78,7 @@ def test_cases_cover_the_configurations_for_hopper(monkeypatch: pytest.MonkeyPat
     for run in HOPPER:
         with monkeypatch.context() as patch:
             if run.cut:
-                for name, value in (("LEAST_SAVED", 64), ("LEAST_SAVED_OF_PACKED", 64), ("SCAN_STEP", 1)):
+                for name, value in SHORT.items():
                     patch.setattr(config, name, value)
             device = replace(H200, multiprocessors=run.multiprocessors or H200.multiprocessors)
             config.configure.cache_clear()

@@ -17,14 +17,12 @@ from cases import TENSORS, Call, Case, Target, leaves, parameters, run
 from compare import assert_same_bits
 from compiling import DEVICES, H200, Build, Built, Dtypes, every
 from interpreted_backward import (
-    BITS_TOLERANCE,
     HALF_TOLERANCE,
+    assert_beta_has_the_bits,
     compare,
-    error_of_beta,
     errors,
     expected,
     half_errors,
-    lone_writes,
     seeds,
 )
 from interpreting import interpreted_cases
@@ -267,10 +265,7 @@ LONE_WRITES = (
 @pytest.mark.parametrize("hard", [False, True], ids=["easy", "hard"])
 @pytest.mark.parametrize("case", parameters(LONE_WRITES))
 def test_beta_has_the_bits_on_a_gpu(case: Case, hard: bool) -> None:
-    """Its gradient is that of U and dR before they were rounded."""
-    call, do = lone_writes(case, "cuda", hard)
-    error = error_of_beta(call, do, on_the_gpu(call, do, None)["beta"])
-    assert error <= BITS_TOLERANCE, f"dbeta is off by {error}"
+    assert_beta_has_the_bits(case, lambda call, do: on_the_gpu(call, do, None), "cuda", hard)
 
 
 @pytest.mark.gpu

@@ -28,13 +28,18 @@ MIN_CAPABILITY = (8, 0)
 MIN_TRITON = (3, 5)
 
 
+def is_too_old(version: str) -> bool:
+    """Whether a Triton of this version lacks what the kernels use."""
+    return tuple(map(int, version.split(".")[:2])) < MIN_TRITON
+
+
 def supports(problem: Problem) -> str | None:
     """CUDA tensors on compute capability 8.0 or newer, K and V in 16..256; decoding without gradients."""
     if problem.device != "cuda":
         return f"runs on CUDA devices; the tensors are on {problem.device}"
     import triton  # its absence is a reason, reported by the caller
 
-    if tuple(map(int, triton.__version__.split(".")[:2])) < MIN_TRITON:
+    if is_too_old(triton.__version__):
         return f"needs Triton {'.'.join(map(str, MIN_TRITON))} or newer; this is {triton.__version__}"
     if (why := no_gradient(problem)) is not None:
         return why
